@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from rankwise import Trainer
-from rankwise.callbacks import EarlyStopping, ModelCheckpoint
+from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from rankwise.errors import WorkerRaisedError
 from rankwise.loggers import CSVLogger
 from tests.helpers.scripts import ScriptRunner
-from tests.process.helpers import with_tests
+from tests.process.helpers import ddp, with_tests
 from tests.process.training_tasks import FEATURES, Regression, dataset, loader, quiet_trainer
 
 ELSEWHERE = [pytest.param("ddp_spawn", marks=pytest.mark.soak), "ddp_fork", "ddp_forkserver"]
@@ -205,9 +206,133 @@ class ChangesItsClass(Regression):
 
 
 def test_a_class_that_cannot_come_back() -> None:
-    """The error names the class."""
-    with pytest.raises(WorkerRaisedError, match=r"ChangesItsClass.setup.<locals>.Local"):
-        quiet_trainer("ddp_fork", 2, max_steps=1).fit(ChangesItsClass(), loader(24, 4))
+    """A warning names the class; the weights come back, and the layer keeps its class."""
+    module, expected = ChangesItsClass(), Regression()
+    with pytest.warns(UserWarning, match=r"net\.0\.class \(.*ChangesItsClass.setup.<locals>.Local"):
+        quiet_trainer("ddp_fork", 2, max_steps=1).fit(module, loader(24, 4))
+    quiet_trainer("ddp_fork", 2, max_steps=1).fit(expected, loader(24, 4))
+    assert torch.equal(module.state_dict()["net.0.weight"], expected.state_dict()["net.0.weight"])
+    assert type(module.net[0]) is nn.Linear
+
+
+class OnlyInWorkers:
+    """Can be read by the process that has made it, and by no other."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self.pid != os.getpid():
+            raise RuntimeError("not here")
+
+
+class Wrapped(torch.optim.Optimizer):
+    """A wrapper whose state has another form than that of its optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"wrapped": self.optimizer.state_dict()}
+
+
+class FailsToSend(Callback):
+    """Has a state that cannot be had; keeps a wrapped network; adds a layer that cannot be pickled."""
+
+    probe: Any = None
+    note = "old"
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.probe, self.note = nn.parallel.DistributedDataParallel(nn.Linear(3, 2)), "new"
+        trainer.optimizers = [Wrapped(optimizer) for optimizer in trainer.optimizers]
+
+    def on_fit_end(self, trainer: Any, module: Any) -> None:
+        module.added = nn.Linear(2, 2)
+        module.added.function = lambda: None
+        module.unreadable = nn.Linear(2, 2)
+        module.unreadable.only_there = OnlyInWorkers()
+        module.fine = nn.Linear(2, 2).requires_grad_(False)
+        module.net[1].fine = module.fine
+
+    def state_dict(self) -> dict[str, Any]:
+        raise KeyError("no state")
+
+
+class FailsToLoad(Callback):
+    """Has states that cannot be pickled, read or loaded, as `way` says."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+
+    @property
+    def state_key(self) -> str:
+        return f"FailsToLoad {self.way}"
+
+    def state_dict(self) -> dict[str, Any]:
+        found = {"pickle": lambda: None, "read": OnlyInWorkers(), "load": None}
+        return {"value": found[self.way]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise RuntimeError("cannot be loaded")
+
+
+def fit_with_faults(strategy: str, module: Regression) -> tuple[Trainer, str]:
+    """Fit with callbacks that fail after it; return the trainer, and the texts of the warnings."""
+    callbacks = [FailsToSend(), *map(FailsToLoad, ("pickle", "read", "load"))]
+    trainer = quiet_trainer(strategy, 2, max_epochs=1, callbacks=callbacks)
+    with pytest.warns(UserWarning, match="cannot be returned to the calling process") as caught:
+        trainer.fit(module, loader(24, 4))
+    return trainer, "\n".join(str(each.message) for each in caught)
+
+
+@pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_forkserver"])
+def test_what_cannot_come_back_fails_alone(strategy: str) -> None:
+    """Weights, buffers and counters of a finished training are in the caller; a warning names the rest."""
+    module, expected = Regression("adam"), Regression("adam")
+    trainer, texts = fit_with_faults(strategy, module)
+    quiet_trainer("ddp_fork", 2, max_epochs=1).fit(expected, loader(24, 4))
+    for name, value in expected.state_dict().items():
+        assert torch.equal(module.state_dict()[name], value)
+    assert trainer.global_step == 3
+    assert "train_loss" in trainer.callback_metrics
+    sender: Any = trainer.callbacks[0]
+    assert (sender.note, sender.probe) == ("new", None)
+    assert not {"added", "unreadable"} & module._modules.keys()
+    fine: Any = module.fine
+    assert isinstance(fine, nn.Linear)
+    for lost in (
+        "probe: ValueError: Default process group",
+        "optimizers (KeyError: 'param_groups')",
+        "module.added (AttributeError: Can't pickle local object",
+        "module.unreadable (RuntimeError: not here)",
+        "state of FailsToSend (KeyError: 'no state')",
+        "state of FailsToLoad 1 (AttributeError: Can't pickle local object",
+        "state of FailsToLoad 2 (RuntimeError: not here)",
+        "state of FailsToLoad 3 (RuntimeError: cannot be loaded)",
+    ):
+        assert lost in texts, texts
+
+
+def test_the_next_fit_after_a_lost_optimizer() -> None:
+    """It has new optimizers, as the warning says that those were not returned."""
+    module = Regression("adam")
+    trainer, _ = fit_with_faults("ddp_fork", module)
+    trainer.callbacks, trainer.max_epochs = [], 2
+    trainer.fit(module, loader(24, 4))
+    assert trainer.global_step == 6
+
+
+def test_a_result_that_cannot_be_pickled() -> None:
+    """What a launched function returns is all that there is: an error, as before."""
+    with pytest.raises(WorkerRaisedError, match="pickle"):
+        ddp("fork").launch(lambda strategy: lambda: None)
 
 
 @pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_forkserver"])

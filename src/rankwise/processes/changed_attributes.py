@@ -20,6 +20,7 @@ from rankwise.nested import walked
 from rankwise.processes.shared_memory import (
     Isolated,
     Unreadable,
+    are_everywhere,
     fingerprint,
     modules_needed,
     sent_by_name,
@@ -30,10 +31,6 @@ _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, to
 # The calling process has given the data, and its `configure_optimizers` makes optimizers; a handle belongs to
 # the hooks of one process.
 _STAY_THERE = (Dataset, DataLoader, Sampler, Optimizer, LRScheduler, RemovableHandle)
-
-
-# Modules that every process of a job can import.
-_EVERYWHERE = ("builtins", "collections", "copyreg", "numpy", "pathlib", "rankwise", "torch", "_codecs")
 
 
 @final
@@ -121,7 +118,7 @@ def _sendable(value: Any, is_old: Callable[[Any], bool]) -> tuple[Any, list[str]
         return _KEPT, []
     needed = None if _holds(value, _STAY_THERE) else modules_needed(value)
     if needed is not None:
-        return (value if _are_everywhere(needed) else Isolated(value)), []
+        return (value if are_everywhere(needed) else Isolated(value)), []
     parts = _parts(value)
     if parts is None:
         is_lost = not (is_old(value) or _holds(value, _STAY_THERE))
@@ -140,10 +137,6 @@ def _parts(value: Any) -> dict[Any, Any] | None:
         return value if all(isinstance(key, (str, int)) for key in value) else None
     is_data = is_dataclass(value) and not isinstance(value, type)
     return getattr(value, "__dict__", None) if is_data else None
-
-
-def _are_everywhere(modules: Iterable[str]) -> bool:
-    return all(module.partition(".")[0] in _EVERYWHERE for module in modules)
 
 
 @final

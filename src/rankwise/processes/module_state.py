@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter, is_lazy
+from typing_extensions import Self
 
 from rankwise.processes.changed_attributes import (
     AttributesBefore,
@@ -18,7 +20,7 @@ from rankwise.processes.changed_attributes import (
     with_contents,
 )
 from rankwise.processes.parametrized_modules import kind_of, set_kind
-from rankwise.processes.shared_memory import Unreadable
+from rankwise.processes.shared_memory import Parts, Unreadable
 
 
 def named_parts(module: nn.Module) -> dict[str, object]:
@@ -51,14 +53,16 @@ class ModuleState:
 
     def __init__(self, module: nn.Module, before: ModuleBefore) -> None:
         present = set(map(id, module.modules()))
-        self._values = {
-            name: _value_of(part) for name, part in before.parts.items() if isinstance(part, nn.Parameter)
-        }
-        self._contents = {  # other submodules are in these
-            name: _Contents(part, before.attributes[id(part)])
-            for name, part in before.parts.items()
-            if isinstance(part, nn.Module) and id(part) in present
-        }
+        self._values = Parts(
+            {name: _value_of(part) for name, part in before.parts.items() if isinstance(part, nn.Parameter)}
+        )
+        self._contents = Parts(  # other submodules are in these
+            {
+                name: _Contents(part, before.attributes[id(part)])
+                for name, part in before.parts.items()
+                if isinstance(part, nn.Module) and id(part) in present
+            }
+        )
 
     @property
     def lost(self) -> list[str]:
@@ -66,14 +70,51 @@ class ModuleState:
         parts = {name.removeprefix("module "): each.attributes for name, each in self._contents.items()}
         return [f"{name}.{lost}".removeprefix(".") for name, each in parts.items() for lost in each.lost]
 
-    def restore(self, module: nn.Module) -> None:
-        """Give it to the calling process's module; parameters and submodules stay the same objects."""
+    def restore(self, module: nn.Module, lost: NotReturned) -> None:
+        """Give it to the calling process's module; parameters and submodules stay the same objects.
+
+        The weights come first. Parts that cannot be returned are `lost`, and stay as they are.
+        """
         parts: dict[str, Any] = named_parts(module)
         for name, value in self._values.items():
             if value is not None:
-                _put(parts[name], *value)
+                lost.unless(name, value, partial(_put, parts[name]))
         for name, contents in self._contents.items():
-            contents.give_to(parts[name])
+            lost.unless(name, contents, partial(_Contents.give_to, module=parts[name], name=name, lost=lost))
+
+
+class NotReturned:
+    """Collects what cannot be returned to the calling process; warns at the end of the block."""
+
+    def __init__(self) -> None:
+        self._reasons: list[str] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._reasons:
+            warnings.warn(
+                "These parts of what a worker process has trained cannot be returned to the calling process, "
+                f"where they stay as they are: {'; '.join(self._reasons)}.",
+                stacklevel=2,
+            )
+
+    def unless(self, name: str, value: Any, give: Callable[[Any], object]) -> bool:
+        """Call `give(value)`; note the name where the value could not be packed or read, or that raises.
+
+        Returns:
+            Whether the value was returned.
+        """
+        try:
+            reason = value.reason if isinstance(value, Unreadable) else None
+            if reason is None:
+                give(value)
+        except Exception as error:  # noqa: BLE001  the user's classes load their own states
+            reason = Unreadable.because_of(error).reason
+        if reason is not None:
+            self._reasons.append(f"{name.strip()} ({reason})")
+        return reason is None
 
 
 @final
@@ -85,7 +126,8 @@ class ObjectState:
     """
 
     def __init__(self, owner: object, before: AttributesBefore) -> None:
-        self._changed, self.lost = changed_attributes(owner, before)
+        changed, self.lost = changed_attributes(owner, before)
+        self._changed = Parts(changed)
         self._removed = [name for name in before.values if name not in vars(owner)]
 
     def give_to(self, owner: object, *, removes: bool = True) -> None:
@@ -115,30 +157,52 @@ class _Contents:
 
     def __init__(self, module: nn.Module, before: AttributesBefore) -> None:
         self.attributes = ObjectState(module, before)
-        self._kind = kind_of(module)
-        self._modules = dict(module._modules.items())
-        self._parameters = dict(module._parameters.items())
-        self._buffers = dict(module._buffers.items())
+        self._kind = Parts({"class": kind_of(module)})
+        self._modules = Parts(module._modules)
+        self._parameters = Parts(module._parameters)
+        self._buffers = Parts(module._buffers)
         self._transient = module._non_persistent_buffers_set
         self._training = module.training
-        self._hooks = list(_reparametrizing_hooks(module).values())
+        self._hooks = Parts(
+            {f"hook {number}": hook for number, hook in enumerate(_reparametrizing_hooks(module).values())}
+        )
 
-    def give_to(self, module: nn.Module) -> None:
-        """Make a module consist of it. Buffers keep their identity, if their shape and dtype allow it."""
-        buffers = {name: _kept(module._buffers.get(name), value) for name, value in self._buffers.items()}
+    def give_to(self, module: nn.Module, name: str, lost: NotReturned) -> None:
+        """Make a module consist of it. Buffers keep their identity, if their shape and dtype allow it.
+
+        `name` is the module's, for what is `lost`.
+        """
+        parts = {**self._kind, **self._modules, **self._parameters, **self._buffers, **self._hooks}
+        for part, value in parts.items():
+            lost.unless(f"{name.strip()}.{part}", value, lambda _: None)
+        buffers = _readable(self._buffers, module._buffers)
+        buffers = {name: _kept(module._buffers.get(name), value) for name, value in buffers.items()}
+        modules = _readable(self._modules, module._modules)
+        parameters = _readable(self._parameters, module._parameters)
         is_lazy_module = isinstance(module, LazyModuleMixin)  # it changes its class itself when it is called
-        if not is_lazy_module:
-            set_kind(module, self._kind)
-        self.attributes.give_to(module, removes=not is_lazy_module)
-        _replace(module, module._modules, self._modules)
-        _replace(module, module._parameters, self._parameters)
+        if not is_lazy_module and not isinstance(kind := self._kind["class"], Unreadable):
+            set_kind(module, kind)
+        attributes = partial(ObjectState.give_to, owner=module, removes=not is_lazy_module)
+        lost.unless(f"attributes of {name}", self.attributes, attributes)
+        _replace(module, module._modules, modules)
+        _replace(module, module._parameters, parameters)
         _replace(module, module._buffers, buffers)
         module._non_persistent_buffers_set = self._transient
         module.training = self._training
-        for key in _reparametrizing_hooks(module):
-            del module._forward_pre_hooks[key]
-        for hook in self._hooks:
-            module.register_forward_pre_hook(hook)
+        if not any(isinstance(hook, Unreadable) for hook in self._hooks.values()):
+            for key in _reparametrizing_hooks(module):
+                del module._forward_pre_hooks[key]
+            for hook in self._hooks.values():
+                module.register_forward_pre_hook(hook)
+
+
+def _readable(new: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the new items, and for those that could not be packed or read the current ones, if there are."""
+    return {
+        name: current[name] if isinstance(value, Unreadable) else value
+        for name, value in new.items()
+        if name in current or not isinstance(value, Unreadable)
+    }
 
 
 def warn_of_lost_attributes(module: ModuleState, others: Iterable[tuple[str, ObjectState]]) -> None:
@@ -158,8 +222,9 @@ def _value_of(parameter: nn.Parameter) -> tuple[Tensor, bool] | None:
     return None if is_empty else (parameter.detach(), parameter.requires_grad)
 
 
-def _put(parameter: nn.Parameter, value: Tensor, requires_grad: bool) -> None:
+def _put(parameter: nn.Parameter, new: tuple[Tensor, bool]) -> None:
     """Set a parameter, in place if its shape and dtype allow it."""
+    value, requires_grad = new
     if isinstance(parameter, UninitializedParameter):
         parameter.materialize(value.shape, dtype=value.dtype)
     if parameter.shape != value.shape or parameter.dtype != value.dtype:

@@ -1,7 +1,8 @@
 """Memory files that transport values between processes, and the pickling errors of such values.
 
-Layout: length of the pickle (8 bytes; 0 while the file is not complete), the pickle, then each storage at a
-multiple of 64. The length is written last.
+Layout: lengths of the pickle and of a second one, which is read where the first cannot be (8 bytes each; 0
+while the file is not complete, or if there is none), the pickles, then each storage at a multiple of 64. The
+lengths are written last.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import os
 import pickle
 import struct
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from multiprocessing import reduction
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, final
 
 import torch
@@ -27,8 +29,10 @@ from torch.nn.utils import parametrize
 from rankwise.errors import NotPicklableError, text_of
 from rankwise.processes.parametrized_modules import reduced
 
-_HEADER = struct.Struct("!Q")
+_HEADER = struct.Struct("!QQ")
 _ALIGNMENT = 64
+# Modules that every process of a job can import.
+_EVERYWHERE = ("builtins", "collections", "copyreg", "numpy", "pathlib", "rankwise", "torch", "_codecs")
 _NOTHING: Mapping[str, object] = {}
 _sent_by_name = ContextVar("sent_by_name", default=_NOTHING)
 _read_by_name = ContextVar("read_by_name", default=_NOTHING)
@@ -96,7 +100,10 @@ def read_by_name(objects: Mapping[str, object]) -> Iterator[None]:
 
 @final
 class Isolated:
-    """A value that is packed by itself: a reader that cannot read it gets an `Unreadable` in its place."""
+    """A value that is packed by itself.
+
+    The reader gets an `Unreadable` in its place if it cannot be packed, or read.
+    """
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -104,30 +111,65 @@ class Isolated:
 
 @final
 class Unreadable:
-    """A value that could not be read; `reason` says why."""
+    """A value that could not be packed or read; `reason` says why."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
 
+    @classmethod
+    def because_of(cls, error: Exception) -> Unreadable:
+        """Return what stands in the place of a value at which an exception was raised."""
+        return cls(f"{type(error).__name__}: {text_of(error)}".partition("\n")[0])
+
+
+@final
+class Parts(dict[Any, Any]):
+    """Values by name that are packed together, and so keep their references to each other.
+
+    Where they cannot be packed or read together, each is packed by itself, as an `Isolated`.
+    """
+
 
 def pack(value: object, descriptor: int) -> None:
-    """Write a value; tensors that share a storage still do when it is read."""
-    stream = io.BytesIO()
-    pickler = _Pickler(stream)
-    pickler.dump(value)
-    pickled = stream.getbuffer()
+    """Write a value; tensors that share a storage still do when it is read.
+
+    Raises what pickling raises, unless that is only because of what is in `Parts`.
+    """
+    forms, pickler = _forms_of(value)
+    pickled = b"".join(forms)
     start = _aligned(_HEADER.size + len(pickled))
     size = start + pickler.size
     os.ftruncate(descriptor, 0)
     os.ftruncate(descriptor, max(size, mmap.PAGESIZE))
     with mmap.mmap(descriptor, 0) as memory:
-        memory[_HEADER.size : _HEADER.size + len(pickled)] = bytes(pickled)
+        memory[_HEADER.size : _HEADER.size + len(pickled)] = pickled
         for offset, storage in pickler.storages:
             target = torch.frombuffer(
                 memory, dtype=torch.uint8, count=storage.nbytes(), offset=start + offset
             )
             target.copy_(torch.empty(0, dtype=torch.uint8).set_(storage.cpu()))
-        memory[: _HEADER.size] = _HEADER.pack(len(pickled))
+        memory[: _HEADER.size] = _HEADER.pack(*map(len, forms))
+
+
+def _forms_of(value: object) -> tuple[tuple[bytes, bytes], _Pickler]:
+    """Return the pickle of a value, and one with its parts by themselves if that may be needed.
+
+    The pickler has the storages of both.
+    """
+    stream, apart = io.BytesIO(), io.BytesIO()
+    pickler = _Pickler(stream)
+    try:
+        pickler.dump(value)
+    except Exception:
+        if not pickler.has_parts:
+            raise
+        pickler = _Pickler(apart, packs_parts_apart=True)
+        pickler.dump(value)
+        return (apart.getvalue(), b""), pickler
+    if pickler.needs_other_modules:  # which the reader may not have
+        pickler = _Pickler(apart, packs_parts_apart=True, before=pickler)
+        pickler.dump(value)
+    return (stream.getvalue(), apart.getvalue()), pickler
 
 
 def unpack(descriptor: int, *, copy: bool) -> Any:
@@ -143,11 +185,16 @@ def unpack(descriptor: int, *, copy: bool) -> Any:
     if size < _HEADER.size:
         raise EOFError("nothing was packed")
     memory = mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    (length,) = _HEADER.unpack_from(memory)
+    length, length_apart = _HEADER.unpack_from(memory)
     if length == 0:
         raise EOFError("the value is not complete")
-    pickled = io.BytesIO(memory[_HEADER.size : _HEADER.size + length])
-    return _Unpickler(pickled, memory, _aligned(_HEADER.size + length), copy).load()
+    middle, end = _HEADER.size + length, _HEADER.size + length + length_apart
+    try:
+        return _Unpickler(io.BytesIO(memory[_HEADER.size : middle]), memory, _aligned(end), copy).load()
+    except Exception:
+        if length_apart == 0:
+            raise
+        return _Unpickler(io.BytesIO(memory[middle:end]), memory, _aligned(end), copy).load()
 
 
 def _aligned(offset: int) -> int:
@@ -155,27 +202,48 @@ def _aligned(offset: int) -> int:
 
 
 class _Pickler(pickle.Pickler):
-    """Collect each storage once; pickle its offset in its place."""
+    """Collect each storage once; pickle its offset in its place.
 
-    def __init__(self, stream: io.IOBase) -> None:
+    `before` is a pickler whose storages and names are this one's, too.
+    """
+
+    def __init__(
+        self, stream: io.IOBase, *, packs_parts_apart: bool = False, before: _Pickler | None = None
+    ) -> None:
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
-        self.storages: list[tuple[int, torch.UntypedStorage]] = []
+        self.has_parts = False
+        self.needs_other_modules = False  # to read what follows the beginning of the first `Parts`
         self.size = 0
+        self.storages: list[tuple[int, torch.UntypedStorage]] = []
         self._places: dict[int, int] = {}
-        self._names = {id(named): name for name, named in _sent_by_name.get().items()}
+        self._packs_parts_apart = packs_parts_apart
+        if before is None:
+            self._names = {id(named): name for name, named in _sent_by_name.get().items()}
+        else:
+            self._names = before._names
+            self._take_storages(before)
+
+    def _take_storages(self, other: _Pickler) -> None:
+        self.storages, self._places, self.size = [*other.storages], {**other._places}, other.size
 
     def _isolated(self, value: object) -> bytes:
-        """Return the pickle of a value; its storages are among this one's."""
+        """Return the pickle of a value, or of an `Unreadable`; its storages are among this one's."""
         stream = io.BytesIO()
-        pickler = _Pickler(stream)
-        pickler.storages, pickler._places, pickler.size = self.storages, self._places, self.size
-        pickler.dump(value)
-        self.size = pickler.size
+        pickler = _Pickler(stream, packs_parts_apart=self._packs_parts_apart, before=self)
+        try:
+            pickler.dump(value)
+        except Exception as error:  # noqa: BLE001  pickling runs anybody's code
+            return pickle.dumps(Unreadable.because_of(error))
+        self._take_storages(pickler)
         return stream.getvalue()
 
-    def persistent_id(self, obj: object) -> tuple[int, int, torch.dtype | None] | str | bytes | None:
+    def persistent_id(self, obj: object) -> Any:
         if type(obj) is Isolated:
             return self._isolated(obj.value)
+        if type(obj) is Parts:
+            self.has_parts = True
+            if self._packs_parts_apart:
+                return {name: self._isolated(value) for name, value in obj.items()}
         if (name := self._names.get(id(obj))) is not None:
             return name
         storage, dtype = obj, None
@@ -191,6 +259,8 @@ class _Pickler(pickle.Pickler):
         return self._places.get(key, 0), size, dtype
 
     def reducer_override(self, obj: object) -> Any:
+        named: Any = obj if isinstance(obj, (type, FunctionType, BuiltinFunctionType)) else type(obj)
+        self.needs_other_modules |= self.has_parts and not are_everywhere([str(named.__module__)])
         if isinstance(obj, torch.nn.Module) and parametrize.is_parametrized(obj):
             return reduced(obj, pickle.HIGHEST_PROTOCOL)
         return NotImplemented
@@ -222,11 +292,13 @@ class _Unpickler(pickle.Unpickler):
         try:
             return unpickler.load()
         except Exception as error:  # noqa: BLE001  pickling runs anybody's code
-            return Unreadable(f"{type(error).__name__}: {text_of(error)}")
+            return Unreadable.because_of(error)
 
-    def persistent_load(self, pid: tuple[int, int, torch.dtype | None] | str | bytes) -> object:
+    def persistent_load(self, pid: Any) -> object:
         if isinstance(pid, bytes):
             return self._isolated(pid)
+        if isinstance(pid, dict):
+            return Parts({name: self._isolated(pickled) for name, pickled in pid.items()})
         if isinstance(pid, str):
             return _read_by_name.get()[pid]
         offset, size, dtype = pid
@@ -238,6 +310,11 @@ class _Unpickler(pickle.Unpickler):
         if dtype is None:
             return storage
         return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def are_everywhere(modules: Iterable[str]) -> bool:
+    """Return whether every process of a job can import these modules."""
+    return all(module.partition(".")[0] in _EVERYWHERE for module in modules)
 
 
 def modules_needed(value: object) -> set[str] | None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor
 
+from rankwise.callbacks import Callback
 from rankwise.checkpoint.base import restored_from
 from rankwise.errors import CheckpointError, ConfigurationError
+from rankwise.loggers import Logger
 from rankwise.nested import map_tensors, to_device
 from rankwise.process_group.after_failure import is_after_failure
 from rankwise.processes.changed_attributes import AttributesBefore
@@ -18,11 +22,12 @@ from rankwise.processes.fork_safety import optimizers_without_dynamo
 from rankwise.processes.module_state import (
     ModuleBefore,
     ModuleState,
+    NotReturned,
     ObjectState,
     named_parts,
     warn_of_lost_attributes,
 )
-from rankwise.processes.shared_memory import send_by_name
+from rankwise.processes.shared_memory import Parts, Unreadable, send_by_name
 from rankwise.seed import get_random_state, mixed_seed, seed_process, set_random_state
 from rankwise.trainer.metrics.metric_objects import (
     merged,
@@ -42,26 +47,21 @@ _METRICS = {  # keys in checkpoints, and attributes of `PublishedMetrics`
     "logged_metrics": "logged",
     "_progress_bar_metrics": "progress_bar",
 }
+_WITH_STATE = (Callback, Logger)
 
 
 @final
 @dataclass
 class CallerState:
-    """What the calling process gets after a stage that ran in other processes; picklable, on the CPU."""
+    """What the calling process gets after a stage that ran in other processes; picklable, on the CPU.
+
+    Attributes:
+        module: the module's weights and other contents.
+        parts: the rest by name. Each can be missing alone, where it cannot be packed or read.
+    """
 
     module: ModuleState
-    datamodule: ObjectState | None
-    attributes: list[ObjectState]  # of the callbacks
-    profiler: ObjectState  # what rank 0, or the first rank of the caller's node, has measured
-    optimizers: list[dict[str, Any]]
-    schedulers: list[dict[str, Any]]
-    callbacks: list[dict[str, Any]]
-    loggers: list[dict[str, Any]]
-    precision: dict[str, Any]
-    trainer: TrainerState
-    comm_hooks: list[list[dict[str, Any]]]  # of each rank
-    gradients: dict[str, Tensor] | None  # that a manual fit has left; None after another stage
-    has_optimizers: bool  # whether they can exist without a process group; sharded ones cannot
+    parts: Parts
 
 
 @final
@@ -69,20 +69,29 @@ class KnownToCaller:
     """What the calling process has, too, when a stage starts in this one.
 
     Attributes:
+        named: the objects that are sent by name.
         module: the module as it is then.
-        datamodule: the attributes of the data module, if there is one.
-        of_callbacks: those of each callback.
-        profiler: those of the profiler.
+        owners: the objects of `_owners`.
+        before: their attributes.
     """
 
     def __init__(self, context: LoopContext) -> None:
         self.named = named_objects(context)
-        self.callbacks, self.loggers = list(context.callbacks), list(context.loggers)
         self.module = ModuleBefore(context.module, self.named)
-        data = context.datamodule
-        self.datamodule = None if data is None else AttributesBefore(data, self.named)
-        self.of_callbacks = [AttributesBefore(callback, self.named) for callback in self.callbacks]
-        self.profiler = AttributesBefore(context.profiler, self.named)
+        self.owners = _owners(context)
+        self.before = {name: AttributesBefore(owner, self.named) for name, owner in self.owners.items()}
+
+
+def _owners(context: LoopContext) -> dict[str, Any]:
+    """Return the objects whose attributes or states are sent back, by names that the caller finds, too."""
+    others = [*context.callbacks, *context.loggers]
+    kinds = [type(each).__name__ for each in others]
+    names = [
+        kind if kinds.count(kind) == 1 else f"{kind} {kinds[:number].count(kind) + 1}"
+        for number, kind in enumerate(kinds)
+    ]
+    found = {"profiler": context.profiler, **dict(zip(names, others, strict=True))}
+    return found if context.datamodule is None else {"datamodule": context.datamodule, **found}
 
 
 def capture(context: LoopContext, known: KnownToCaller) -> CallerState | None:
@@ -93,10 +102,7 @@ def capture(context: LoopContext, known: KnownToCaller) -> CallerState | None:
     """
     strategy, module = context.strategy, context.module
     module.cpu()
-    states = context.optimizer_set.states(strategy) if context.stage.name == "fit" else None
-    optimizers, schedulers = states or ([], [])
-    is_manual_fit = context.stage.name == "fit" and not module.automatic_optimization
-    gradients = context.optimizer_set.gradients(module) if is_manual_fit else None
+    optimizers = _optimizer_states(context)
     comm_hooks = strategy.comm_hook_states()
     if strategy.num_nodes > 1:  # only global rank 0 has the whole state of a sharded optimizer
         optimizers = strategy.broadcast(optimizers)
@@ -104,27 +110,51 @@ def capture(context: LoopContext, known: KnownToCaller) -> CallerState | None:
         return None
     send_by_name(known.named)
     state = ModuleState(module, known.module)
-    datamodule = None if known.datamodule is None else ObjectState(context.datamodule, known.datamodule)
-    attributes = list(map(ObjectState, known.callbacks, known.of_callbacks))
+    attributes = {
+        name: ObjectState(owner, known.before[name])
+        for name, owner in known.owners.items()
+        if not isinstance(owner, Logger)  # its state is enough
+    }
     if strategy.is_global_zero:
-        others = [] if datamodule is None else [("datamodule", datamodule)]
-        others += zip((type(callback).__name__ for callback in known.callbacks), attributes, strict=True)
-        warn_of_lost_attributes(state, others)
-    return CallerState(
-        module=state,
-        datamodule=datamodule,
-        attributes=attributes,
-        profiler=ObjectState(context.profiler, known.profiler),
-        optimizers=_on_cpu(optimizers),
-        schedulers=_on_cpu(schedulers),
-        callbacks=_on_cpu([callback.state_dict() for callback in known.callbacks]),
-        loggers=[logger.state_dict() for logger in known.loggers],
-        precision=_on_cpu(strategy.precision.state_dict()),
-        trainer=_on_cpu(context.state),
-        comm_hooks=_on_cpu(comm_hooks),
-        gradients=_on_cpu(gradients),
-        has_optimizers=bool(optimizers and context.optimizers),  # an evaluation brings no states back
-    )
+        warn_of_lost_attributes(state, attributes.items())
+    is_manual_fit = context.stage.name == "fit" and not module.automatic_optimization
+    parts = {
+        "progress and metrics": _captured(lambda: context.state),
+        "optimizers": _captured(lambda: optimizers),
+        "precision": _captured(strategy.precision.state_dict),
+        "communication hooks": _captured(lambda: comm_hooks),
+        "gradients": _captured(lambda: context.optimizer_set.gradients(module) if is_manual_fit else None),
+        **{f"attributes of {name}": each for name, each in attributes.items()},
+        **{
+            f"state of {name}": _captured(owner.state_dict)
+            for name, owner in known.owners.items()
+            if isinstance(owner, _WITH_STATE)
+        },
+    }
+    return CallerState(state, Parts(parts))
+
+
+def _optimizer_states(context: LoopContext) -> Any:
+    """Return the states of a fit's optimizers and schedulers, and whether they can exist in the caller.
+
+    Sharded ones cannot exist without a process group. Collective if they are sharded.
+    """
+    strategy, optimizers = context.strategy, context.optimizer_set
+
+    def found() -> Any:
+        states = optimizers.states(strategy) if context.stage.name == "fit" else None
+        return None if states is None else (*states, bool(states[0] and context.optimizers))
+
+    is_sharded = any(map(strategy.is_sharded, context.optimizers))
+    return found() if is_sharded else _captured(found)
+
+
+def _captured(state: Callable[[], Any]) -> Any:
+    """Return a state on the CPU; an `Unreadable` where it cannot be had: it is lost alone."""
+    try:
+        return _on_cpu(state())
+    except Exception as error:  # noqa: BLE001  the user's classes have their own states
+        return Unreadable.because_of(error)
 
 
 def _on_cpu(state: Any) -> Any:
@@ -132,32 +162,59 @@ def _on_cpu(state: Any) -> Any:
 
 
 def restore(context: LoopContext, state: CallerState) -> None:
-    """Give the calling process's objects the worker's state; parameters keep their identity."""
-    module = context.module
-    state.module.restore(module)
-    if state.datamodule is not None and context.datamodule is not None:
-        state.datamodule.give_to(context.datamodule)
-    for field in dataclasses.fields(state.trainer):
-        setattr(context.state, field.name, getattr(state.trainer, field.name))
-    for callback, attributes, saved in zip(context.callbacks, state.attributes, state.callbacks, strict=True):
-        attributes.give_to(callback)
-        callback.load_state_dict(saved)
-    state.profiler.give_to(context.profiler)
-    for logger, saved in zip(context.loggers, state.loggers, strict=True):
-        logger.load_state_dict(saved)
-    context.strategy.load_comm_hook_states(state.comm_hooks)
-    if state.has_optimizers:
+    """Give the calling process's objects the worker's state; parameters keep their identity.
+
+    A part that cannot be returned stays as it is, with a warning that names it.
+    """
+    strategy = context.strategy
+    give: dict[str, Callable[[Any], object]] = {
+        "progress and metrics": partial(_restore_progress, context),
+        **{f"attributes of {name}": partial(_give_to, owner) for name, owner in _owners(context).items()},
+        **{
+            f"state of {name}": owner.load_state_dict
+            for name, owner in _owners(context).items()
+            if isinstance(owner, _WITH_STATE)
+        },
+        "communication hooks": strategy.load_comm_hook_states,
+        "optimizers": partial(_restore_optimizers, context),
+        "precision": strategy.precision.load_state_dict,
+        "gradients": partial(_restore_gradients, context),
+    }
+    with NotReturned() as lost:
+        state.module.restore(context.module, lost)
+        for name in filter(state.parts.__contains__, give):
+            if not lost.unless(name, state.parts[name], give[name]) and name == "optimizers":
+                context.optimizer_set.forget()
+
+
+def _give_to(owner: object, attributes: ObjectState) -> None:
+    attributes.give_to(owner)
+
+
+def _restore_progress(context: LoopContext, state: TrainerState) -> None:
+    for field in dataclasses.fields(state):
+        setattr(context.state, field.name, getattr(state, field.name))
+
+
+def _restore_optimizers(context: LoopContext, states: tuple[list[Any], list[Any], bool] | None) -> None:
+    optimizer_set = context.optimizer_set
+    if states is None:  # an evaluation brings none back
+        return
+    *saved, can_exist = states
+    if can_exist:
         with optimizers_without_dynamo():
-            context.optimizer_set.create(module, context.strategy)
+            optimizer_set.create(context.module, context.strategy)
             try:
-                context.optimizer_set.load(state.optimizers, state.schedulers)
+                optimizer_set.load(*saved)
             except ConfigurationError:  # a parameter exists in the other process only: the next fit will say
-                context.optimizer_set.keep_states(state.optimizers, state.schedulers)
-    elif state.optimizers:
-        context.optimizer_set.keep_states(state.optimizers, state.schedulers)
-    context.strategy.precision.load_state_dict(state.precision)
-    if state.gradients is not None:
-        context.optimizer_set.set_gradients(module, state.gradients)
+                optimizer_set.keep_states(*saved)
+    elif saved[0]:
+        optimizer_set.keep_states(*saved)
+
+
+def _restore_gradients(context: LoopContext, gradients: dict[str, Tensor] | None) -> None:
+    if gradients is not None:  # a manual fit has left them
+        context.optimizer_set.set_gradients(context.module, gradients)
 
 
 def named_objects(context: LoopContext) -> dict[str, object]:

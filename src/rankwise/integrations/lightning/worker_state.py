@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 from lightning.pytorch.loops.loop import _Loop
@@ -19,11 +20,12 @@ from rankwise.processes.changed_attributes import AttributesBefore
 from rankwise.processes.module_state import (
     ModuleBefore,
     ModuleState,
+    NotReturned,
     ObjectState,
     named_parts,
     warn_of_lost_attributes,
 )
-from rankwise.processes.shared_memory import Isolated, modules_needed, send_by_name
+from rankwise.processes.shared_memory import Isolated, Parts, modules_needed, send_by_name
 
 _LOOPS = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
@@ -73,29 +75,63 @@ class WorkerState:
         known = before.known
         send_by_name(known.named)
         self._module = ModuleState(trainer.lightning_module, before.module)
-        self._others = list(map(ObjectState, known.others, before.others))
-        self._loops = [_plain_attributes(loop) for loop in _loops(trainer)]
-        self._metrics = {name: to_device(dict(getattr(trainer, name)), "cpu") for name in _METRICS}
-        self._state, self._should_stop = trainer.state, trainer.should_stop
-        self._optimizers = _sendable_optimizers(trainer)
+        others = list(map(ObjectState, known.others, before.others))
+        self._parts = Parts(
+            {
+                "loops": [_plain_attributes(loop) for loop in _loops(trainer)],
+                "metrics": {name: to_device(dict(getattr(trainer, name)), "cpu") for name in _METRICS},
+                "state": (trainer.state, trainer.should_stop),
+                **{
+                    _name_of(number, each): state
+                    for number, (each, state) in enumerate(zip(known.others, others, strict=True))
+                },
+                "optimizers": _sendable_optimizers(trainer),
+            }
+        )
         names = (type(each).__name__ for each in known.others)
-        warn_of_lost_attributes(self._module, zip(names, self._others, strict=True))
+        warn_of_lost_attributes(self._module, zip(names, others, strict=True))
 
     def restore(self, trainer: Any, known: KnownToCaller) -> None:
-        """Give it to the objects of the calling process; parameters stay the same objects."""
-        self._module.restore(trainer.lightning_module)
-        for each, changed in zip(known.others, self._others, strict=True):
-            changed.give_to(each)
-        for loop, attributes in zip(_loops(trainer), self._loops, strict=True):
-            vars(loop).update(attributes)
-        for name, metrics in self._metrics.items():
-            getattr(trainer, name).clear()
-            getattr(trainer, name).update(metrics)
-        trainer.state, trainer.should_stop = self._state, self._should_stop
+        """Give it to the objects of the calling process; parameters stay the same objects.
+
+        A part that cannot be returned stays as it is, with a warning that names it.
+        """
+        give: dict[str, Callable[[Any], object]] = {
+            "loops": partial(_restore_loops, trainer),
+            "metrics": partial(_restore_metrics, trainer),
+            "state": partial(_set, trainer, ("state", "should_stop")),
+            "optimizers": partial(_set, trainer.strategy, ("optimizers", "lr_scheduler_configs")),
+        }
+        for number, each in enumerate(known.others):
+            give[_name_of(number, each)] = partial(ObjectState.give_to, owner=each)
+        with NotReturned() as lost:
+            self._module.restore(trainer.lightning_module, lost)
+            for name, part in self._parts.items():
+                if part is not None:
+                    lost.unless(name, part, give[name])
         if known.data_module is not None:
             trainer.datamodule = known.data_module
-        if isinstance(self._optimizers, tuple):  # otherwise there are none, or they could not be read
-            trainer.strategy.optimizers, trainer.strategy.lr_scheduler_configs = self._optimizers
+
+
+def _name_of(number: int, each: object) -> str:
+    """Return the name of one of the other objects, for a warning."""
+    return f"attributes of {type(each).__name__} ({number})"
+
+
+def _restore_loops(trainer: Any, loops: list[dict[str, Any]]) -> None:
+    for loop, attributes in zip(_loops(trainer), loops, strict=True):
+        vars(loop).update(attributes)
+
+
+def _restore_metrics(trainer: Any, by_name: dict[str, dict[str, Any]]) -> None:
+    for name, metrics in by_name.items():
+        getattr(trainer, name).clear()
+        getattr(trainer, name).update(metrics)
+
+
+def _set(owner: object, names: tuple[str, ...], values: tuple[Any, ...]) -> None:
+    for name, value in zip(names, values, strict=True):
+        setattr(owner, name, value)
 
 
 def _sendable_optimizers(trainer: Any) -> Any:

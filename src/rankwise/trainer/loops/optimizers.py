@@ -255,6 +255,10 @@ class OptimizerSet:
         self.optimizers, self.schedulers = [], []
         self._pending = optimizers, schedulers
 
+    def forget(self) -> None:
+        """Drop optimizers, schedulers and states: the next fit creates new ones."""
+        self.optimizers, self.schedulers, self._pending = [], [], None
+
     def load(self, optimizers: list[Any], schedulers: list[Any]) -> None:
         """Load the states into the optimizers and schedulers; a ValueError says that they do not fit.
 
