@@ -21,11 +21,11 @@ from rankwise.environments.slurm import warn_of_unused_tasks
 from rankwise.errors import RankwiseError
 from rankwise.launchers.context import WorkerContext
 from rankwise.launchers.worker_main import attach, describe_context
-from rankwise.process_group.authentication import JOB_KEY, job_key_of_environment
 from rankwise.process_group.group import check_interface
 from rankwise.ranks import RankInfo, set_rank_zero_only
 from rankwise.start import CONTEXT_VARIABLE
 from rankwise.stores.restart import current_restart
+from rankwise.stores.sealed import JOB_KEY, job_key_of_environment
 from rankwise.strategies import DDPStrategy
 from tests.fuzz.inputs import Fuzzing, damaged_json, text_from
 from tests.unit.environments import variables

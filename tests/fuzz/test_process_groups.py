@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from rankwise.errors import PeerAuthenticationError
-from rankwise.process_group.authentication import CODE_BYTES, GroupKey
+from rankwise.process_group.authentication import GroupKey
 from rankwise.process_group.collectives import Description, describe
 from rankwise.process_group.objects import _opened, _sealed
+from rankwise.stores.sealed import CODE_BYTES
 from tests.fuzz.inputs import Fuzzing, damaged
 
 

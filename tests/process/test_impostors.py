@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from rankwise.errors import ConfigurationError, WorkerRaisedError
-from rankwise.process_group.authentication import CODE_BYTES, key_of
+from rankwise.process_group.authentication import key_of
 from rankwise.process_group.collectives import broadcast_bytes
+from rankwise.stores.sealed import CODE_BYTES
 from rankwise.strategies import DDPStrategy, Strategy
 from tests.helpers.ports import free_port
 from tests.helpers.scripts import ScriptResult, ScriptRunner
@@ -162,7 +163,7 @@ def test_nodes_with_different_keys(run_script: ScriptRunner, tmp_path: Path) -> 
             variables = {**rendezvous, "NODE_RANK": str(node), "LATE": "-1", "RANKWISE_JOB_KEY": key}
             command = [sys.executable, str(SCRIPT), "broadcast", "fork", str(tmp_path), "2"]
             runs.append(run_script.start_command(command, env=with_tests(variables)))
-        expected = ALL_WELL if is_well else "is connected to another process in place of rank"
+        expected = ALL_WELL if is_well else "PeerAuthenticationError: No rank of the job has written"
         results = [run.finish() for run in runs]
         assert all(expected in result.stdout for result in results), results
 

@@ -31,6 +31,7 @@ from rankwise.monitoring.rank_monitor import (
 from rankwise.monitoring.stacks import write_flight_record
 from rankwise.ranks import RankInfo
 from rankwise.stores.rendezvous import FAILURE, RankIdentity, RemoteFailure, read_key
+from rankwise.stores.sealed import job_key_of_environment
 from rankwise.stores.tcp import RendezvousEndpoint, forget_store, hosted_here, open_another, store_of_job
 from rankwise.stores.values import read_value
 from rankwise.stores.waiting import OUT_OF_REACH, call_store, poll_until, wait_for_keys
@@ -357,4 +358,4 @@ class CrossNodeFailures:
     def _store(self, endpoint: RendezvousEndpoint) -> dist.Store:
         address = endpoint.address
         store = hosted_here(address) if endpoint.hosts else open_another(address, _CONNECT_TIMEOUT)
-        return store_of_job(store, self.job)
+        return store_of_job(store, self.job, key=job_key_of_environment())

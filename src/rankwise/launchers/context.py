@@ -99,7 +99,7 @@ class WorkerContext:
         self._store = open_store(ask, self.address, hosts=self.hosts_store, timeout=timeout)
         if self.store_outlives and self.address is not None:
             self._start = find_restart(self.address, self._store, self.ranks, timeout).number
-        return self._of_this_job(self._store)
+        return self._of_this_job(self._store, timeout)
 
     def job_key(self, timeout: timedelta) -> bytes:
         """Return what only this job's ranks have: the launcher's key, or else the user's; it may be empty.
@@ -107,13 +107,13 @@ class WorkerContext:
         Raises:
             ConfigurationError: when the user's can be guessed.
         """
-        from rankwise.process_group.authentication import job_key_of_environment
         from rankwise.stores.private import PrivateStore
+        from rankwise.stores.sealed import job_key_of_environment
 
-        if self.key or self.channel is None or not self.ranks.is_one_node:
-            return self.key or job_key_of_environment()
-        store = PrivateStore(self.channel.ask_store, timeout)  # also where the ranks meet in a TCP store
-        return store.compare_set("job_key", "", secrets.token_hex(32))
+        if not self.key and self.channel is not None and self.ranks.is_one_node:
+            store = PrivateStore(self.channel.ask_store, timeout)  # also where the ranks meet in a TCP store
+            self.key = store.compare_set("job_key", "", secrets.token_hex(32))
+        return self.key or job_key_of_environment()
 
     def limit_store(self, timeout: timedelta) -> None:
         """Set the store's timeout for the time after the rendezvous, for the monitor too."""
@@ -177,11 +177,14 @@ class WorkerContext:
             rank, size, channel = self.ranks.global_rank, self.ranks.world_size, self.channel
             if channel is not None and self.ranks.is_one_node:
                 self._monitor_store = PrivateStore(channel.ask_store, timeout)
-                store = self._of_this_job(self._monitor_store)
+                store = self._of_this_job(self._monitor_store, timeout)
                 prefix = job_prefix(self.job, self._start)
                 self._monitor = ChannelMonitor(rank, store, prefix, channel.post_store)
             else:
-                store = self.open_store(timeout) if self._store is None else self._of_this_job(self._store)
+                if self._store is None:
+                    store = self.open_store(timeout)
+                else:
+                    store = self._of_this_job(self._store, timeout)
                 self._monitor = PollingMonitor(rank, size, store, partial(self.open_another, store, timeout))
         return self._monitor
 
@@ -204,12 +207,13 @@ class WorkerContext:
 
         if self.address is None:
             return store  # several threads can use a private store at once
-        return self._of_this_job(open_another(self.address, timeout))
+        return self._of_this_job(open_another(self.address, timeout), timeout)
 
-    def _of_this_job(self, store: Store) -> Store:
+    def _of_this_job(self, store: Store, timeout: timedelta) -> Store:
         from rankwise.stores.tcp import store_of_job
 
-        return store_of_job(store, self.job, self._start)
+        key = b"" if self.address is None else self.job_key(timeout)  # a private store needs none
+        return store_of_job(store, self.job, self._start, key=key)
 
     def report_failure(
         self, error: BaseException, record: FailureRecord | None = None, *, is_early: bool = False

@@ -8,36 +8,41 @@ can compute. Every object has such a code too, without which it is not unpickled
 from __future__ import annotations
 
 import hmac
+import json
 import os
 import secrets
 import struct
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, final
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any, NamedTuple, NoReturn, final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from rankwise.errors import (
-    ConfigurationError,
     PeerAuthenticationError,
     ProcessGroupError,
     RendezvousTimeoutError,
 )
 from rankwise.processes.listening_sockets import listening, open_sockets, shut
-from rankwise.stores.waiting import wait_for_keys
+from rankwise.stores.sealed import (
+    CODE_BYTES,
+    NamedPrefixStore,
+    SealedStore,
+    job_key_of_environment,
+    part_of,
+    scope_of,
+    seal,
+)
+from rankwise.stores.values import read_value
+from rankwise.stores.waiting import OUT_OF_REACH, wait_for_keys
 
-JOB_KEY = "RANKWISE_JOB_KEY"
-"""The environment variable with a job's key where no launcher of rankwise gives the ranks one."""
-
-CODE_BYTES = 32
 _HASH = "sha256"
-_MIN_KEY = 16  # characters
 # What a code is for, the group's ranks that send and receive it, its number.
 _HEADER = struct.Struct("!BiiQ")
 _CONNECTION, _OBJECT = 0, 1
@@ -46,19 +51,9 @@ _FINE = "fine"
 _LOOK_S = 0.1  # how often a rank whose exchange is not over looks whether another rank has found a stranger
 
 
-def job_key_of_environment() -> bytes:
-    """Return the key in `RANKWISE_JOB_KEY`; nothing where that is not set.
-
-    Raises:
-        ConfigurationError: when it has less than 16 characters.
-    """
-    key = os.environ.get(JOB_KEY, "")
-    if 0 < len(key) < _MIN_KEY:
-        raise ConfigurationError(
-            message=f"The environment variable {JOB_KEY} has {len(key)} characters, which can be guessed.",
-            remedy=f"export {JOB_KEY}=$(openssl rand -hex 32), the same value on every node.",
-        )
-    return os.fsencode(key)
+def group_secret(job_key: bytes, name: str, size: int, nonces: Sequence[str]) -> bytes:
+    """Return the secret of a process group; `nonces` has a random text of each rank."""
+    return hmac.digest(job_key, json.dumps(["process group", name, size, *nonces]).encode(), _HASH)
 
 
 @final
@@ -66,7 +61,7 @@ class GroupKey:
     """What only the ranks of one process group have. Each of its messages has a number and a sender."""
 
     def __init__(self, secret: bytes, rank: int, size: int) -> None:
-        self._secret = secret
+        self.secret = secret
         self._rank = rank
         self._size = size
         self._collectives = 0
@@ -104,7 +99,7 @@ class GroupKey:
         number: int,
         data: bytes | bytearray | memoryview = b"",
     ) -> bytes:
-        code = hmac.new(self._secret, _HEADER.pack(purpose, sender, receiver, number), _HASH)
+        code = hmac.new(self.secret, _HEADER.pack(purpose, sender, receiver, number), _HASH)
         code.update(data)
         return code.digest()
 
@@ -121,7 +116,9 @@ _Gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
 _lock = threading.Lock()
 _jobs: list[_JobSettings] = []
 _keys: WeakKeyDictionary[dist.ProcessGroup, GroupKey] = WeakKeyDictionary()
-_compared: WeakSet[dist.Store] = WeakSet()  # of the groups whose connections have been compared
+# By the store of each group whose connections have been compared: its key, and the store that gloo uses. Its
+# Python object has to exist as long as gloo may use it.
+_compared: WeakKeyDictionary[dist.Store, tuple[GroupKey, dist.Store]] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -131,13 +128,14 @@ def groups_authenticated(job_key: bytes, timeout: timedelta) -> Iterator[None]:
     `job_key` is what only ranks of the job have, beside what is in their store; it may be empty. `timeout` is
     for the exchange.
 
-    Mutates: a name of `torch.distributed.distributed_c10d`, until the block ends.
+    Mutates: two names of `torch.distributed.distributed_c10d`, until the block ends.
     """
     settings = _JobSettings(job_key, timeout)
     with _lock:
         _jobs.append(settings)
         if _Gloo is not None:
             distributed_c10d.ProcessGroupGloo = _GLOO  # type: ignore[misc]  # not a type
+            distributed_c10d.PrefixStore = NamedPrefixStore  # type: ignore[misc]  # for the group's name
     try:
         yield
     finally:
@@ -145,6 +143,7 @@ def groups_authenticated(job_key: bytes, timeout: timedelta) -> Iterator[None]:
             _jobs.remove(settings)
             if not _jobs and _Gloo is not None:
                 distributed_c10d.ProcessGroupGloo = _Gloo  # type: ignore[misc]
+                distributed_c10d.PrefixStore = dist.PrefixStore  # type: ignore[misc]
 
 
 def current_job_key() -> bytes:
@@ -179,17 +178,21 @@ class _AuthenticatedGloo:
         options._timeout = timeout
         exchange = None
         if size > 1:
-            exchange = _Exchange(store, rank, size, _settings())
-            exchange.wait_for_all(timeout)  # else a stranger has until the last rank comes to connect
+            exchange = _Exchange(store, scope_of(store), rank, size, _settings())
+            exchange.meet(timeout)  # else a stranger has until the last rank comes to connect
         before = open_sockets()
         options._devices = _devices()  # they listen
         listeners = listening(open_sockets() - before)
         options._threads = 2 * len(options._devices)
-        gloo = _Gloo(store, rank, size, options)
-        if exchange is not None:
+        if exchange is None:
+            gloo = _Gloo(store, rank, size, options)
+        else:
+            sealed = seal(store, exchange.key.secret)  # so that nobody can replace the ranks' addresses
+            gloo = exchange.connect(sealed, options)
             exchange.compare(gloo)
             exchange.finish()
-            _compared.add(getattr(store, "underlying_store", store))  # of the group, without the device
+            of_group = getattr(store, "underlying_store", store)  # without the device
+            _compared[of_group] = exchange.key, sealed
         # Gloo would take whatever connects until it can open no more files: then the process aborts.
         shut(listeners)
         return gloo
@@ -231,14 +234,19 @@ def _make_key(group: dist.ProcessGroup) -> GroupKey:
     """Afterwards no rank of a default group, or of one on gloo, is still connecting."""
     settings, rank, size = _settings(), group.rank(), group.size()
     backend, store = distributed_c10d._world.pg_map[group]
+    name = distributed_c10d._world.pg_names[group]
     if size == 1 or backend == "mpi":  # MPI has no store, and connects the ranks itself
-        return GroupKey(settings.key or secrets.token_bytes(CODE_BYTES) * (size == 1), rank, size)
-    backends = [] if store in _compared else _gloo_of(group)
+        key = settings.key if size > 1 else secrets.token_bytes(CODE_BYTES)
+        return GroupKey(group_secret(key, name, size, ()), rank, size)
+    if store in _compared:
+        return _compared[store][0]
+    backends = _gloo_of(group)
     timeout = backends[0].options._timeout if backends else settings.timeout
-    exchange = _Exchange(store, rank, size, _JobSettings(settings.key, timeout))
+    exchange = _Exchange(store, name, rank, size, _JobSettings(settings.key, timeout))
+    exchange.meet(timeout)
     for gloo in backends:
         exchange.compare(gloo)
-    if backends or (group is dist.group.WORLD and store not in _compared):
+    if backends or group is dist.group.WORLD:
         exchange.finish()
     return exchange.key
 
@@ -270,28 +278,60 @@ def _gloo_of(group: dist.ProcessGroup) -> list[Any]:
 class _Exchange:
     """The comparison of a new group's connections; all ranks learn how it went from the store."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, settings: _JobSettings) -> None:
-        store = dist.PrefixStore("rankwise", store)
+    key: GroupKey
+
+    def __init__(self, store: dist.Store, name: str, rank: int, size: int, settings: _JobSettings) -> None:
+        store = NamedPrefixStore("rankwise", store)
         arrived = store.add("arrived", 1)
         number = (arrived - 1) // size  # a group of this name may have been there before
-        self._store = dist.PrefixStore(str(number), store)
-        if arrived % size == 0:
-            self._store.set("all", "")
-        shared = self._store.compare_set("secret", "", secrets.token_hex(CODE_BYTES))
-        self.key = GroupKey(hmac.digest(settings.key, shared, _HASH), rank, size)
+        self._part = part_of(store, str(number))
+        self._store = seal(self._part, settings.key)
+        self._is_last = arrived % size == 0
+        self._name = name
         self._rank = rank
         self._size = size
         self._codes = 0
+        self._settings = settings
         self._timeout = settings.timeout
         self._deadline = time.monotonic() + settings.timeout.total_seconds()
 
-    def wait_for_all(self, timeout: timedelta) -> None:
-        """Wait until every rank is here; the time for the comparison begins then."""
-        if not wait_for_keys(self._store, ["all"], timeout):
+    def meet(self, timeout: timedelta) -> None:
+        """Wait until every rank is here, and make the group's key of a random text of each rank.
+
+        So the key is another one for each group, and in each run with the same job key. The time for the
+        comparison begins then.
+        """
+        own, keys = secrets.token_hex(CODE_BYTES), [f"nonce/{rank}" for rank in range(self._size)]
+        self._store.set(keys[self._rank], own)
+        if self._is_last:
+            self._wait_for(keys, timeout)
+            self._store.set("nonces", json.dumps([self._store.get(key).decode() for key in keys]))
+        self._wait_for(["nonces"], timeout)
+        nonces = read_value(self._store, "nonces", list[str])
+        if nonces[self._rank : self._rank + 1] != [own]:
+            raise PeerAuthenticationError(
+                "What the ranks of a new process group agreed on is of another one."
+            )
+        self.key = GroupKey(
+            group_secret(self._settings.key, self._name, self._size, nonces), self._rank, self._size
+        )
+        self._store = seal(self._part, self.key.secret)
+        self._deadline = time.monotonic() + self._timeout.total_seconds()
+
+    def _wait_for(self, keys: list[str], timeout: timedelta) -> None:
+        if not wait_for_keys(self._store, keys, timeout):
             raise RendezvousTimeoutError(
                 waiting_for="the other ranks of a new process group", timeout_s=timeout.total_seconds()
             )
-        self._deadline = time.monotonic() + self._timeout.total_seconds()
+
+    def connect(self, store: dist.Store, options: Any) -> Any:
+        """Create the gloo group, whose ranks find each other in `store`."""
+        try:
+            return _Gloo(store, self._rank, self._size, options)
+        except Exception:
+            if isinstance(store, SealedStore) and store.problem:
+                self._raise(store.problem)
+            raise
 
     def compare(self, gloo: Any) -> None:
         """Exchange codes with all other ranks; raise where one is wrong, here or elsewhere."""
@@ -313,8 +353,7 @@ class _Exchange:
             if time.monotonic() > self._deadline:
                 raise self._timeout_error()
         if impostors := self.key.impostors(bytes(codes), number):
-            self._store.compare_set("outcome", "", self._problem(impostors))
-            self._raise_for_outcome()
+            self._raise(self._problem(impostors))
 
     def finish(self) -> None:
         """Wait until all ranks have found nothing wrong; raise when one has."""
@@ -337,6 +376,12 @@ class _Exchange:
             # A rank that has ended looks the same; torch's words say that this may be a consequence.
             raise RuntimeError(f"{error} (while {self._what()})") from None
         return True
+
+    def _raise(self, problem: str) -> NoReturn:
+        """Raise what this rank has found, whatever the store says; tell the others, if that is possible."""
+        with suppress(*OUT_OF_REACH):
+            self._store.compare_set("outcome", "", problem)
+        raise PeerAuthenticationError(problem) from None
 
     def _raise_for_outcome(self) -> None:
         if (outcome := self._store.get("outcome").decode(errors="replace")) != _FINE:

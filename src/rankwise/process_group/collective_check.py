@@ -17,6 +17,7 @@ from rankwise.errors import CollectiveMismatchError
 from rankwise.monitoring.heartbeat import blocked_in
 from rankwise.process_group.interception import Call, call_from_here, intercepted
 from rankwise.process_group.rank_zero import refuse_lone_call
+from rankwise.stores.sealed import part_of
 
 # All ranks add to one number: its upper part counts them, its lower part sums the fingerprints of their
 # calls.
@@ -54,7 +55,7 @@ class CollectiveCheck:
 
     def __init__(self, global_rank: int, store: dist.Store, timeout: timedelta) -> None:
         self._rank = global_rank
-        self._store = dist.PrefixStore("collectives", store)
+        self._store = part_of(store, "collectives")
         self._timeout = timeout
         self._numbers: dict[str, int] = defaultdict(int)
         self._lock = threading.Lock()

@@ -38,6 +38,7 @@ from rankwise.processes.fork_safety import import_functional
 from rankwise.ranks import RankInfo
 from rankwise.stores.rendezvous import RankIdentity, exclusive_device, identity_of, run_rendezvous
 from rankwise.stores.restart import find_restart
+from rankwise.stores.sealed import NamedPrefixStore, job_key_of_environment, seal, unsealed
 from rankwise.stores.tcp import open_store
 
 if TYPE_CHECKING:
@@ -219,7 +220,7 @@ def join_process_group(
         with _torch_state_kept():
             dist.init_process_group(
                 backend,
-                store=store,
+                store=unsealed(store),
                 rank=ranks.global_rank,
                 world_size=ranks.world_size,
                 timeout=timeout,
@@ -298,7 +299,8 @@ def _open_environment_store(
     address = (host, environment.main_port)
     store = open_store(None, address, hosts=ranks.is_global_zero and not is_agents, timeout=timeout)
     restart = find_restart(address, store, ranks, timeout).number if is_agents else 0
-    return dist.PrefixStore(f"start{restart}/join{next(_group_numbers)}", store)
+    part = NamedPrefixStore(f"start{restart}/join{next(_group_numbers)}", store)
+    return seal(part, job_key_of_environment())
 
 
 def check_backend(name: object) -> str:

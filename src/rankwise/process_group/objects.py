@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.errors import InvalidArgumentError, PeerAuthenticationError
-from rankwise.process_group.authentication import CODE_BYTES, GroupKey, key_of
+from rankwise.process_group.authentication import GroupKey, key_of
 from rankwise.process_group.collectives import (
     broadcast_bytes,
     gather_bytes,
     is_distributed,
     ranks_of,
 )
+from rankwise.stores.sealed import CODE_BYTES
 
 T = TypeVar("T")
 

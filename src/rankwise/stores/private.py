@@ -194,8 +194,13 @@ class PrivateStore(dist.Store):
             raise dist.DistStoreError(message) from None
 
 
-def is_private(store: dist.Store) -> bool:
-    """Return whether a store, or the one below all prefixes, is a `PrivateStore`."""
+def store_below_prefixes(store: dist.Store) -> dist.Store:
+    """Return the store below all prefixes."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    return isinstance(store, PrivateStore)
+    return store
+
+
+def is_private(store: dist.Store) -> bool:
+    """Return whether a store, or the one below all prefixes, is a `PrivateStore`."""
+    return isinstance(store_below_prefixes(store), PrivateStore)

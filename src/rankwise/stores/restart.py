@@ -40,6 +40,7 @@ from rankwise.stores.rendezvous import (
     read_identities,
     write_identity,
 )
+from rankwise.stores.sealed import NamedPrefixStore, job_key_of_environment, part_of, seal
 from rankwise.stores.values import read_value
 from rankwise.stores.waiting import poll_until
 
@@ -106,11 +107,12 @@ def agree_on_restart(store: dist.Store, ranks: RankInfo, timeout: timedelta) -> 
 
     Collective: every rank must call this, once.
     """
-    store, own, part = dist.PrefixStore("rankwise", store), identity_of(ranks), ""
+    store, own, part = NamedPrefixStore("rankwise", store), identity_of(ranks), ""
+    store = seal(store, job_key_of_environment())
     if ranks.world_size > 1:
         number = (_lead if ranks.is_global_zero else _follow)(store, own, timeout)
     else:
-        of_worker = dist.PrefixStore(_worker_name(), store)
+        of_worker = part_of(store, _worker_name())
         if not of_worker.check(["number"]):  # the first of the worker's processes takes it
             of_worker.compare_set("number", "", str(_lead(store, own, timeout)))
         number = read_value(of_worker, "number", int)
@@ -147,7 +149,7 @@ def _lead(store: dist.Store, own: RankIdentity, timeout: timedelta) -> int:
     """Take the next number, and wait until all other ranks have come. Runs on: rank 0."""
     number = store.add("starts", 1)
     others = own.world_size - 1
-    restart = dist.PrefixStore(f"start{number}", store)
+    restart = part_of(store, f"start{number}")
     write_identity(restart, 0, own)
     store.set("start", str(number))
     if not poll_until(lambda: restart.add("arrived", 0) >= others, timeout):
@@ -165,7 +167,7 @@ def _follow(store: dist.Store, own: RankIdentity, timeout: timedelta) -> int:
         nonlocal number, arrival, counted, restart
         current = read_value(store, "start", int) if store.check(["start"]) else 0
         if current != number:
-            number, restart = current, dist.PrefixStore(f"start{current}", store)
+            number, restart = current, part_of(store, f"start{current}")
             arrival = restart.add("arrived", 1)
             write_identity(restart, arrival, own)
         counted = read_value(restart, "complete", int) if restart.check(["complete"]) else 0

@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d
 
 from rankwise.errors import ProcessGroupError, RendezvousTimeoutError
 from rankwise.stores.private import PrivateStore
+from rankwise.stores.sealed import NamedPrefixStore, seal
 
 _LOOPBACK = "127.0.0.1"
 _BACKLOG = 1024
@@ -38,9 +39,9 @@ def job_prefix(job: int, start: int = 0) -> str:
     return f"start{start}/job{job}"
 
 
-def store_of_job(store: dist.Store, job: int, start: int = 0) -> dist.Store:
-    """Return the part of a store that belongs to one job, in one start of it."""
-    return dist.PrefixStore(job_prefix(job, start), store)
+def store_of_job(store: dist.Store, job: int, start: int = 0, *, key: bytes = b"") -> dist.Store:
+    """Return the part of a store that belongs to one job, in one start of it; sealed with the job's key."""
+    return seal(NamedPrefixStore(job_prefix(job, start), store), key)
 
 
 def host_store(

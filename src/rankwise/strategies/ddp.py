@@ -22,10 +22,11 @@ from rankwise.launchers import Launcher
 from rankwise.launchers.script_place import script_place
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.process_group import check_interface, default_backend, gloo_on_interface, process_group
-from rankwise.process_group.authentication import groups_authenticated, job_key_of_environment
+from rankwise.process_group.authentication import groups_authenticated
 from rankwise.process_group.collective_check import CollectiveCheck
 from rankwise.processes.fork_safety import import_dynamo
 from rankwise.ranks import RankInfo
+from rankwise.stores.sealed import job_key_of_environment
 from rankwise.strategies.base import Strategy
 from rankwise.strategies.config import (
     GroupConfig,
