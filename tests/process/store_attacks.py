@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from rankwise.stores import tcp
+from rankwise.stores.waiting import StoreCounter
 from rankwise.strategies import DDPStrategy, Strategy
 
 SECRET = "the secret of rank 0"
@@ -24,6 +25,7 @@ KEYS = {
     "numbers": r"/nonce(s|/\d)$",
     "outcomes": r"/outcome$",
     "identities": r"/(identity/\d|met)$",
+    "votes": r"/votes$|/vote \d/\d$|/result$",
 }
 """What may be written in place of a rank's value, by the pattern of its key."""
 
@@ -84,6 +86,8 @@ class LyingStore(dist.Store):
         self.store.set(key, value)
 
     def add(self, key: str, value: int) -> int:
+        if self.attack.lie == "count" and self.attack.is_for(key):
+            self.store.add(key, 1 << 32)  # as if one more rank had voted for something
         return int(self.store.add(key, value))
 
     def delete_key(self, key: str) -> bool:
@@ -150,6 +154,7 @@ LIES: dict[str, Lie] = {
     "earlier run": _of_earlier_run,
     "delay": _late,
     "drop": LyingStore.true_value,
+    "count": LyingStore.true_value,
 }
 
 
@@ -179,7 +184,8 @@ def share(strategy: Strategy) -> tuple[object, ...]:
         box = [SECRET if strategy.is_global_zero else None]
         dist.broadcast_object_list(box, src=0, group=each)
         found += [float(total), *box]
-    return tuple(found)
+    votes = StoreCounter(None, strategy.timeout)
+    return *found, *(votes.count(number, is_for=strategy.is_global_zero) for number in range(2))
 
 
-RIGHT = (SECRET, 2.0, SECRET, 2.0, SECRET)
+RIGHT = (SECRET, 2.0, SECRET, 2.0, SECRET, 1, 1)

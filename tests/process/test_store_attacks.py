@@ -65,7 +65,12 @@ def test_forged_values(keys: str, lie: str, tmp_path: Path) -> None:
     assert "PeerAuthenticationError: No rank of the job has written the value of " in error
 
 
-@pytest.mark.parametrize("keys", ["addresses", "numbers", "outcomes"])
+def test_votes_that_no_rank_has_cast(tmp_path: Path) -> None:
+    """A stranger who changes what the store counts changes no result."""
+    assert error_after("votes", "count", tmp_path) == ""
+
+
+@pytest.mark.parametrize("keys", ["addresses", "numbers", "outcomes", "votes"])
 def test_values_of_an_earlier_run_with_the_same_key(keys: str, tmp_path: Path) -> None:
     """They are as wrong as those that no rank has written."""
     assert error_after(keys, "earlier run", tmp_path) == ""  # which is recorded

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NamedTuple, final
+from typing import NamedTuple, TypeVar, final
 
 import torch.distributed as dist
 
-from rankwise.errors import NodesLostError, ProcessGroupError, text_of
+from rankwise.errors import NodesLostError, PeerAuthenticationError, ProcessGroupError, text_of
 from rankwise.failures.classify import is_of_user_code
 from rankwise.failures.record import FailureRecord
 from rankwise.monitoring.heartbeat import failure_time_of
@@ -38,6 +38,7 @@ from rankwise.stores.waiting import OUT_OF_REACH, call_store, poll_until, wait_f
 
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _Reply = tuple[bool, str] | None
 """Whether a rank waits for others, and where it is; see `own_status`. None where it has not replied."""
 
@@ -117,20 +118,21 @@ class FailureExchange:
         Raises:
             RemoteFailure: when a rank has failed; `resolve_cause` turns it into that failure.
             NodesLostError: when ranks do not reply after `timeout`.
+            PeerAuthenticationError: when no rank has written what the store has as a failure.
         """
         outcome = b""
 
         def is_over() -> bool:
             nonlocal outcome
-            answer = call_store(lambda: _outcome(self.store), _REQUESTS_S)
+            answer = _call_checked(lambda: _outcome(self.store), _REQUESTS_S)
             outcome = answer[0] if answer else self._received or _ALL_DONE
             return outcome != b""
 
-        if not call_store(self._count_as_done, _REQUESTS_S):
+        if not _call_checked(self._count_as_done, _REQUESTS_S):
             outcome = self._received or _ALL_DONE
         elif not poll_until(is_over, timeout):
             cause = self.find_cause(TimeoutError(f"done, and waited {timeout} for the others"))
-            if isinstance(cause, NodesLostError):
+            if isinstance(cause, NodesLostError | PeerAuthenticationError):
                 raise cause
             outcome = cause if isinstance(cause, bytes) else _ALL_DONE
         if outcome != _ALL_DONE:
@@ -142,16 +144,21 @@ class FailureExchange:
 
     def find_cause(
         self, error: BaseException, *, is_timeout: bool = False
-    ) -> bytes | NodesLostError | StatusReport:
+    ) -> bytes | NodesLostError | PeerAuthenticationError | StatusReport:
         """Find out why a collective failed here with `error`.
 
         After a timeout the ranks also show their stacks. Returns the record of the rank that failed first; or
-        which ranks do not reply, if a whole node does not or this is no timeout; or else all replies.
+        which ranks do not reply, if a whole node does not or this is no timeout; or else all replies; or the
+        error of a record that no rank has written.
         """
         if self._received is not None:
             return self._received
         limit_s = _REQUESTS_S + 2 * self._each_rank_s
-        if found := call_store(lambda: self._record_or_report(error, is_timeout), limit_s):
+        try:
+            found = _call_checked(lambda: self._record_or_report(error, is_timeout), limit_s)
+        except PeerAuthenticationError as forged:
+            return forged
+        if found:
             cause = found[0]
         else:
             # Node 0 hosts the store: for other nodes that node is lost, for node 0 all others are.
@@ -216,6 +223,23 @@ class FailureExchange:
         return len(self.identities) * _REQUEST_OF_A_RANK_S
 
 
+def _call_checked(request: Callable[[], T], limit_s: float) -> list[T]:
+    """Call `call_store`, but raise the error of a value that no rank has written."""
+    forged = list[PeerAuthenticationError]()
+
+    def checked() -> T:
+        try:
+            return request()
+        except PeerAuthenticationError as error:
+            forged.append(error)
+            raise
+
+    found = call_store(checked, limit_s)
+    if forged:
+        raise forged[0]
+    return found
+
+
 def publish_failure(store: dist.Store, record: bytes, world_size: int) -> None:
     """Publish a failure to all ranks of a job, unless one is published or all ranks are done."""
     if store.compare_set(FAILURE, "", record.decode()) == record:
@@ -275,7 +299,7 @@ def _look_up(
         return record.to_error(failure_exchange.began_s, (), ()), record
     if is_of_user_code(error):
         _log.warning("%s: a consequence of what ended the job.", record.line())  # the cause is raised instead
-    if isinstance(cause, NodesLostError):
+    if isinstance(cause, NodesLostError | PeerAuthenticationError):
         return cause, FailureRecord.of_exception(ranks, cause)
     return _as_local(cause, ranks, record)
 

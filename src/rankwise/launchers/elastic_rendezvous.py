@@ -21,7 +21,6 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
-from torch.distributed import PrefixStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -35,6 +34,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from rankwise.errors import PeerAuthenticationError, ProcessGroupError
 from rankwise.stores.restart import RestartInfo
+from rankwise.stores.sealed import NamedPrefixStore, job_key_of_environment, seal
 from rankwise.stores.tcp import host_store, open_another
 from rankwise.stores.values import read_value
 
@@ -179,17 +179,20 @@ class NodesRendezvous(_AgentRendezvous):
             info: RendezvousInfo = self._inner.next_rendezvous()
         if info.rank == 0:
             self._open(info.store)
-        host, port, number, job = read_value(info.store, _MEETING, tuple[str, int, int, str])
+        meeting = seal(info.store, job_key_of_environment())
+        host, port, number, job = read_value(meeting, _MEETING, tuple[str, int, int, str])
         self._on_start(RestartInfo(number, job))
         return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(host, port))
 
     def _open(self, endpoint: Any) -> None:
         """Host the store of this start; publish its address in `endpoint`, the agents' own store."""
         self._store, (host, port) = host_store(self._timeout, (self._own_address(), 0))
-        agents = PrefixStore(f"rankwise/{self._run_id}", endpoint.underlying_store)
+        key = job_key_of_environment()
+        agents = seal(NamedPrefixStore(f"rankwise/{self._run_id}", endpoint.underlying_store), key)
         token = agents.compare_set("job", "", secrets.token_hex(8))  # the first start's
         job = f"{self._run_id}/{token.decode(errors='replace')}"  # other jobs may have the same id
-        endpoint.set(_MEETING, json.dumps([host, port, agents.add("starts", 1) - 1, job]))
+        meeting = [host, port, agents.add("starts", 1) - 1, job]
+        seal(endpoint, key).set(_MEETING, json.dumps(meeting))
         # torch's handler waits for these on a node that is new in this start.
         endpoint.set(RendezvousStoreInfo.MASTER_ADDR_KEY, host)
         endpoint.set(RendezvousStoreInfo.MASTER_PORT_KEY, str(port))

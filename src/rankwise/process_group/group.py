@@ -39,7 +39,7 @@ from rankwise.ranks import RankInfo
 from rankwise.stores.rendezvous import RankIdentity, exclusive_device, identity_of, run_rendezvous
 from rankwise.stores.restart import find_restart
 from rankwise.stores.sealed import NamedPrefixStore, job_key_of_environment, seal, unsealed
-from rankwise.stores.tcp import open_store
+from rankwise.stores.tcp import open_store, seal_default_store
 
 if TYPE_CHECKING:
     from rankwise.environments import ClusterEnvironment
@@ -210,7 +210,7 @@ def join_process_group(
     _check_distributed_available()
     if dist.is_initialized():
         _check_existing(ranks, backend)
-        key_of()  # authenticates the ranks
+        seal_default_store(key_of().secret)  # which authenticates the ranks
         return ()
     own = identity_of(ranks, exclusive_device(backend, device))
     limit = timeout if init_timeout is None else init_timeout
@@ -229,7 +229,7 @@ def join_process_group(
             )
         try:
             refuse_unknown_torch()
-            key_of()
+            seal_default_store(key_of().secret)
         except BaseException:
             destroy_groups()
             raise

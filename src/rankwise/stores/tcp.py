@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple, final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ _LIBUV_TAKES_SOCKETS = "2.8"  # the first torch whose default server takes a soc
 # uses the same address, so they stay open as long as the process lives.
 _joined: dict[tuple[str, int], dist.Store] = {}
 _hosted: dict[tuple[str, int], dist.Store] = {}
+# The secrets of default process groups, by their stores.
+_secrets: WeakKeyDictionary[dist.Store, bytes] = WeakKeyDictionary()
 
 
 @final
@@ -140,5 +143,14 @@ def forget_store(address: tuple[str, int]) -> None:
 
 
 def default_store() -> dist.Store:
-    """Return the default process group's store, for which torch has no public name."""
-    return distributed_c10d._get_default_store()
+    """Return the default process group's store, for which torch has no public name.
+
+    It is sealed with the group's secret, if the group has one and the store is not private.
+    """
+    store = distributed_c10d._get_default_store()
+    return seal(store, _secrets[store]) if store in _secrets else store
+
+
+def seal_default_store(secret: bytes) -> None:
+    """Seal what `default_store` returns from now on; every rank must do so."""
+    _secrets[distributed_c10d._get_default_store()] = secret

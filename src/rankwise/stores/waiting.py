@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -9,9 +10,10 @@ from typing import TypeVar, final
 
 import torch.distributed as dist
 
-from rankwise.errors import RankwiseError
+from rankwise.errors import PeerAuthenticationError, RankwiseError
 from rankwise.limited_call import call_with_limit
 from rankwise.stores.private import is_private
+from rankwise.stores.sealed import SealedStore
 from rankwise.stores.tcp import default_store
 from rankwise.stores.values import read_value
 
@@ -70,7 +72,7 @@ class StoreCounter:
         ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
         self._store = default_store()
         self._timeout = timeout
-        self._size = len(ranks)
+        self._ranks = ranks
         scope = f"votes/{ranks[0]}"
         series = self._store.add(f"{scope}/series of {dist.get_rank()}", 1)  # the same number on every rank
         self._prefix = f"{scope}/{series}"
@@ -81,13 +83,27 @@ class StoreCounter:
         Collective: every rank must call this.
         """
         votes, result = self._keys(number)
+        if isinstance(self._store, SealedStore):  # a stranger can change what `add` counts
+            self._store.set(self._vote_key(number, dist.get_rank()), json.dumps([number, is_for]))
         total = self._store.add(votes, 1 + (_FOR if is_for else 0))
-        if total % _FOR == self._size:
-            self._store.set(result, str(total // _FOR))
+        if total % _FOR == len(self._ranks):
+            votes_for = self._read_votes(number) if isinstance(self._store, SealedStore) else total // _FOR
+            self._store.set(result, str(votes_for))
             for key in self._keys(number - 2):  # all ranks have voted since, and so have read that result
                 self._store.delete_key(key)
         self._store.wait([result], self._timeout)
         return read_value(self._store, result, int)
+
+    def _read_votes(self, number: int) -> int:
+        votes = [
+            read_value(self._store, self._vote_key(number, rank), tuple[int, bool]) for rank in self._ranks
+        ]
+        if {of for of, _ in votes} != {number}:
+            raise PeerAuthenticationError("The votes of ranks in the job's store are earlier ones.")
+        return sum(is_for for _, is_for in votes)
+
+    def _vote_key(self, number: int, rank: int) -> str:
+        return f"{self._prefix}/vote {number % 2}/{rank}"  # a rank that votes has read the result before
 
     def _keys(self, number: int) -> tuple[str, str]:
         return f"{self._prefix}/{number}/votes", f"{self._prefix}/{number}/result"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from rankwise.errors import NodesLostError
+from rankwise.errors import NodesLostError, PeerAuthenticationError
 from rankwise.failures import exchange
 from rankwise.failures.exchange import FailureExchange, StatusReport, publish_failure, published_failure
 from rankwise.monitoring.heartbeat import (
@@ -31,7 +31,8 @@ from rankwise.monitoring.rank_monitor import (
     reply_to_status_queries,
     report_key,
 )
-from rankwise.stores.rendezvous import RankIdentity, RemoteFailure, read_key
+from rankwise.stores.rendezvous import FAILURE, RankIdentity, RemoteFailure, read_key
+from rankwise.stores.sealed import SealedStore
 
 RANKS = [RankIdentity(rank, rank % 2, rank // 2, 4, "ab"[rank // 2], 100 + rank) for rank in range(4)]
 LOST_PEER = RuntimeError("Connection closed by peer")
@@ -279,3 +280,15 @@ def test_stacks_are_shown_on_request(capfd: pytest.CaptureFixture[str]) -> None:
     with monitored(dist.HashStore(), RANKS[2], shows_stacks=True):
         pass
     assert capfd.readouterr().err == ""
+
+
+def test_a_failure_that_no_rank_has_written() -> None:
+    """A rank that is done, or looks for a cause, finds that out; it does not take it for anything else."""
+    base: Any = dist.HashStore()
+    store = SealedStore(base, b"key")
+    found = FailureExchange(store, RANKS, RANKS[0])
+    for forged in (b"all are done", b"{}"):
+        base.set(FAILURE, forged)
+        with pytest.raises(PeerAuthenticationError, match="No rank of the job has written"):
+            found.wait_for_other_ranks()
+        assert isinstance(found.find_cause(LOST_PEER), PeerAuthenticationError)
