@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, final
 
 from rankwise.callbacks.base import Callback
@@ -216,7 +217,8 @@ class _Lines:
 
     def _show(self) -> None:
         self._shown = self._done
-        self._write(self._line())
+        with suppress(Exception):  # the stream may be closed, or anybody's code: training goes on
+            self._write(self._line())
 
     def _line(self) -> str:
         elapsed_s = time.monotonic() - self._began_s
@@ -272,6 +274,14 @@ class TQDMProgressBar(ProgressBar):
                 self._metrics = {**(ordered_dict or {}), **metrics}  # written when the bar is drawn
                 if refresh:
                     self.refresh()
+
+            def display(self, *args: Any, **kwargs: Any) -> Any:
+                with suppress(Exception):  # of the stream
+                    return super().display(*args, **kwargs)
+
+            def close(self) -> None:
+                with suppress(Exception):
+                    super().close()
 
             @property
             def format_dict(self) -> Any:

@@ -65,10 +65,8 @@ def exit_now(code: int) -> NoReturn:
 
 def _flush_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with suppress(Exception):  # closed, without a reader, None, or anybody's code
             stream.flush()
-        except (OSError, ValueError, AttributeError):
-            continue  # closed, without a reader, or None
 
 
 def report_at_exit(error: BaseException) -> None:

@@ -84,6 +84,26 @@ def test_it_stays_after_an_exception(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "Epoch 1:  25%" in terminal.shown
 
 
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_stream_that_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
+    """It does not end the training, and an error of the training is what is raised."""
+
+    class Raises(io.StringIO):
+        @override
+        def isatty(self) -> bool:
+            return is_terminal
+
+        @override
+        def write(self, text: str) -> int:
+            raise RuntimeError("from the stream")
+
+    monkeypatch.setattr(sys, "stderr", Raises())
+    train = trainer(tmp_path, callbacks=TQDMProgressBar(), enable_progress_bar=True, max_epochs=2)
+    with pytest.raises(ValueError, match="broken"):
+        train.fit(Breaks(), loader())
+    train.fit(Line(), loader())
+
+
 def test_a_file_gets_a_line_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A fit of a moment is one line, however many epochs it has, without control characters."""
     train = trainer(tmp_path, callbacks=TQDMProgressBar(), enable_progress_bar=True, max_epochs=5)
