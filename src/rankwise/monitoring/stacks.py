@@ -68,6 +68,9 @@ def dump_stacks(workers: Sequence[MonitoredRank], reason: str) -> None:
             write_stderr(f"{title} (this process):\n{_own_stacks()}")
         elif worker.has_started:
             write_stderr(f"{title} (pid {process.pid}):\n")
+            if not _has_signal(process.pid, "SigCgt", or_else=True):
+                write_stderr("  (not to be had: it runs another program, or has no handler of the signal)\n")
+                continue
             process.send_signal(_FROM_SUPERVISOR)
             if _wait_for_stacks(process.pid, process.fileno()):
                 write_stderr("  (it has left)\n")
@@ -86,13 +89,17 @@ def _wait_for_stacks(pid: int, handle: int) -> bool:
 
 def _is_signal_pending(pid: int) -> bool:
     """Return whether a running process has not been given the signal yet, as on a busy machine."""
+    return _has_signal(pid, "ShdPnd", or_else=False) and not is_suspended(pid)
+
+
+def _has_signal(pid: int, mask: str, *, or_else: bool) -> bool:
+    """Return whether the signal is in a mask of a process; `or_else` if it has ended, or without /proc."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
-    except OSError:  # it has ended, or there is no /proc
-        return False
-    pending = re.search(r"^ShdPnd:\s*([0-9a-f]+)$", status, re.MULTILINE)
-    is_pending = pending is not None and int(pending[1], 16) >> (_FROM_SUPERVISOR - 1) & 1
-    return bool(is_pending) and not is_suspended(pid)
+    except OSError:
+        return or_else
+    found = re.search(rf"^{mask}:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return or_else if found is None else bool(int(found[1], 16) >> (_FROM_SUPERVISOR - 1) & 1)
 
 
 def _own_stacks() -> str:

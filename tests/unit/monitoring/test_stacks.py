@@ -56,6 +56,19 @@ def test_a_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert write_flight_record(3) == ""  # and does not wait for a reader
 
 
+def test_a_rank_without_the_handler(workers: list[MonitoredRank], capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank that runs another program, which the signal would kill, does not get it."""
+    with subprocess.Popen(["sleep", "60"]) as popen:
+        process = PopenProcess(popen, ParentDeathPipe())
+        worker = replace(workers[1], process=process)
+        worker.has_started = True
+        dump_stacks([worker], "a reason")
+        assert popen.poll() is None
+        popen.kill()
+    process.close()
+    assert "it runs another program" in capsys.readouterr().err
+
+
 def test_a_rank_that_gets_the_signal_late(
     workers: list[MonitoredRank], capsys: pytest.CaptureFixture[str]
 ) -> None:
