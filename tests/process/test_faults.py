@@ -462,6 +462,22 @@ def test_an_exit_has_its_code(code: object, expected: int) -> None:
     assert (caught.value.global_rank, caught.value.exit_code) == (1, expected)
 
 
+def become_another_program(strategy: Strategy, when: str) -> None:
+    if strategy.global_rank == 1:
+        os.execv("/bin/sleep", ["sleep", "60"])
+    strategy.barrier() if when == "others wait" else time.sleep(60)
+
+
+@pytest.mark.parametrize("when", ["others wait", "others work"])
+def test_a_rank_that_becomes_another_program(when: str) -> None:
+    """It is noticed at once that its process cannot report any more, and it is ended."""
+    began = time.monotonic()
+    with pytest.raises(WorkerRaisedError, match=r"has replaced itself by another program") as caught:
+        ddp("fork", timeout=50.0).launch(become_another_program, when)
+    assert caught.value.global_rank == 1
+    assert time.monotonic() - began < LIMIT_S + 2
+
+
 class FailsToArrive:
     """Raises or exits when it is unpickled."""
 

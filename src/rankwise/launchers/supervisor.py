@@ -40,7 +40,7 @@ from rankwise.processes.signals import (
     raises_keyboard_interrupt,
     stopped_by,
 )
-from rankwise.processes.started_process import StartedProcess, is_suspended
+from rankwise.processes.started_process import StartedProcess, has_memory, is_suspended
 from rankwise.ranks import RankInfo
 from rankwise.stores.private import StoreTable
 from rankwise.stores.tcp import RendezvousEndpoint
@@ -50,6 +50,10 @@ _CHUNK = 1 << 16
 _SETTLE_S = 0.5
 # The shortest time that rank 0 in the main process has to leave the job, when all others have ended.
 _TO_LEAVE_S = 1.0
+_LOST_CHANNEL = (
+    "its process runs, but its channel is closed: it has replaced itself by another program (os.exec...), or "
+    "closed a descriptor that it has not opened"
+)
 # The shortest pause between two checks whether a checkpoint has been written.
 _SHORTEST_PAUSE_S = 0.1
 
@@ -261,6 +265,8 @@ class Supervisor:
             is_in_job = bool(jobs) and worker.jobs_done < self._job  # others may have done it already
             if is_in_job and worker.has_ended and not worker.has_failed:
                 self._on_early_end(worker, "before the next job began")
+            elif worker.process is not None and not self._loop.is_registered(worker.sock):
+                self._on_lost_channel(worker, worker.process.pid)
         self._check()
 
     def wait_job(self) -> None:
@@ -460,17 +466,25 @@ class Supervisor:
                 for kind, payload in worker.reader.feed(data):
                     self._receive(worker, kind, payload)
             except Exception as error:  # noqa: BLE001  code of the rank has written to its channel
-                self._on_broken_channel(worker, error)
+                self._loop.unregister(worker.sock)
+                self._on_broken_channel(worker, f"what it sent is no message: {error!r}")
         elif self._loop.is_registered(worker.sock):
             self._loop.unregister(worker.sock)
             if worker.process is None:  # rank 0, in the main process, has given up
                 worker.has_ended = True
                 self._stop_all()
+            else:
+                self._on_lost_channel(worker, worker.process.pid)
 
-    def _on_broken_channel(self, worker: WorkerState, error: Exception) -> None:
-        self._loop.unregister(worker.sock)
+    def _on_lost_channel(self, worker: WorkerState, pid: int) -> None:
+        """Fail if a rank that runs cannot report any more; one that ends is reported with its exit status."""
+        is_in_job = self._job > 0 and worker.jobs_done < self._job
+        is_expected = worker.has_failed or worker.has_stopped or self._shutdown.has_begun
+        if is_in_job and not is_expected and has_memory(pid):
+            self._on_broken_channel(worker, _LOST_CHANNEL)
+
+    def _on_broken_channel(self, worker: WorkerState, message: str) -> None:
         worker.has_failed = worker.has_left_job = True
-        message = f"what it sent is no message: {error!r}"
         facts = {"exception_type": "BrokenChannel", "exception_message": message}
         self._on_failure(FailureRecord.of_rank(worker.ranks, worker.pid, **facts))
 

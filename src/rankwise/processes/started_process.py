@@ -37,6 +37,17 @@ def is_suspended(pid: int) -> bool:
     return status.rpartition(")")[2].split()[0] in "Tt"
 
 
+def has_memory(pid: int) -> bool:
+    """Whether a process runs a program: while it ends, its memory goes before its descriptors are closed."""
+    try:
+        os.readlink(f"/proc/{pid}/exe")  # noqa: PTH115  a path that may not exist
+    except PermissionError:  # a program of another user
+        return True
+    except OSError:  # this may also be no Linux
+        return False
+    return True
+
+
 class StartedProcess(ABC):
     """A process that was started here, and that ends with this one. No other process is ever signalled."""
 
