@@ -87,6 +87,7 @@ __all__ = [
     "WorkerRaisedError",
     "WorkerTimedOutError",
     "WorldSizeMismatchError",
+    "hint_for",
     "nearest",
     "signal_name",
     "text_of",
@@ -501,7 +502,23 @@ class WorkerRaisedError(WorkerError):
                 " Another rank had ended: DDPStrategy(check_collectives=True) names a collective that one "
                 "rank calls alone."
             )
-        return f"{own.partition(chr(10))[0]} Or {here}" if is_found else here
+        hint = hint_for(self.exception_type, self.exception_message)
+        first = own.partition("\n")[0] if is_found else hint
+        return f"{first} Or {here}" if first else here
+
+
+def hint_for(exception_type: str, message: str) -> str:
+    """Return what to do about an exception of torch's that only says what is wrong; "" for any other."""
+    if exception_type != "ValueError" or not message.startswith(_ONE_SAMPLE):
+        return ""
+    return (
+        "BatchNorm has got one sample, the last batch of a rank: DataLoader(drop_last=True) leaves it out on "
+        "every rank; or choose a batch_size that leaves two or more of a rank's samples (all of them divided "
+        "by the number of ranks, rounded up)."
+    )
+
+
+_ONE_SAMPLE = "Expected more than 1 value per channel when training"
 
 
 class WorkerTimedOutError(WorkerRaisedError):

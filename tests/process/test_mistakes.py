@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +165,27 @@ def test_a_collective_on_rank_zero_alone_is_refused() -> None:
     assert "all_gather_object was called in state 'in a function that only rank zero runs'" in results[0]
     assert results[0].endswith("['all', 'all']")
     assert results[1] == "['all', 'all']"
+
+
+class Normalizing(Regression):
+    """Normalises over its batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 1)).double()
+
+
+def test_a_last_batch_of_one_sample() -> None:
+    """BatchNorm's error says what to do; on several ranks it comes with other numbers of samples."""
+    quiet_trainer("single_device", 1, max_epochs=1).fit(Normalizing(), loader(14, 3))  # 3, 3, 3, 3, 2
+    with pytest.raises(WorkerRaisedError, match=r"Fix: BatchNorm .*drop_last=True.* Or start from") as caught:
+        quiet_trainer(ddp("fork"), 2, max_epochs=1).fit(Normalizing(), loader(14, 3))  # 3, 3, 1
+    assert "Expected more than 1 value per channel" in str(caught.value)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+def test_a_last_batch_of_one_sample_on_one_process() -> None:
+    """The error stays torch's own, with a note."""
+    with pytest.raises(ValueError, match="Expected more than 1 value") as caught:
+        quiet_trainer("single_device", 1, max_epochs=1).fit(Normalizing(), loader(7, 3))
+    assert "drop_last=True" in getattr(caught.value, "__notes__", [""])[0]

@@ -119,7 +119,7 @@ class Unreadable:
     @classmethod
     def because_of(cls, error: Exception) -> Unreadable:
         """Return what stands in the place of a value at which an exception was raised."""
-        return cls(f"{type(error).__name__}: {text_of(error)}".partition("\n")[0])
+        return cls(f"{type(error).__name__}: {text_of(error)}".partition("\n")[0].rstrip("."))
 
 
 @final

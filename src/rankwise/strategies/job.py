@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch
 
 from rankwise.checkpoint import CheckpointIO
+from rankwise.errors import hint_for, text_of
 from rankwise.failures.classify import readable
 from rankwise.failures.exchange import resolve_cause
 from rankwise.gradient_sync.unused import explain_unused
@@ -129,6 +131,7 @@ class Job:
     def _failure_of(self, error: BaseException) -> _Failure:
         own = readable(error)
         own = explain_unused(own) or own
+        _add_hint(own)
         return _Failure(error, *resolve_cause(own, self.worker.ranks, self.worker.failure_exchange))
 
 
@@ -139,6 +142,12 @@ class _Failure(NamedTuple):
     error: BaseException
     cause: BaseException
     record: FailureRecord
+
+
+def _add_hint(error: BaseException) -> None:
+    if sys.version_info >= (3, 11) and type(error) is ValueError:
+        if hint := hint_for("ValueError", text_of(error)):
+            error.add_note(f"rankwise: {hint}")
 
 
 def launched_parts(
