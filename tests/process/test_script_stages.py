@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.scripts import ScriptRunner
 from tests.helpers.shared import computed_once
-from tests.process.helpers import module_runner
+from tests.process.helpers import module_runner, with_tests
 
 SCRIPT = """
     import json, os, random
@@ -83,6 +85,51 @@ def facts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         result = runner.command([*command, str(runner.write(SCRIPT))])
     assert result.returncode == 0, result
     return sorted(map(json.loads, result.stdout.splitlines()), key=lambda facts: int(facts["rank"]))
+
+
+SAVING = """
+    import json, os, sys, time
+    from rankwise.checkpoint import TorchCheckpointIO
+    from rankwise.errors import CheckpointError
+    from tests.process.training_tasks import Regression, loader, quiet_trainer
+
+    class SlowIO(TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint, path):
+            time.sleep(0.5)
+            super().save_checkpoint(checkpoint, path)
+
+    folder = sys.argv[1]
+    trainer = quiet_trainer("ddp", 2, max_steps=1, plugins=SlowIO())
+    trainer.fit(Regression(), loader(8, 4))
+    facts = {"rank": trainer.global_rank}
+    for name in ("first", "second"):
+        trainer.save_checkpoint(os.path.join(folder, name))
+        facts[name] = os.path.exists(os.path.join(folder, name))
+    try:
+        trainer.save_checkpoint(folder)
+    except CheckpointError as error:
+        facts["error"] = str(error).partition("Fix")[0]
+    trainer.test(Regression(), loader(8, 4), verbose=False)
+    if trainer.is_global_zero:
+        trainer.save_checkpoint(os.path.join(folder, "of rank 0 alone"))
+    print(json.dumps(facts), flush=True)
+"""
+
+
+@pytest.mark.parametrize("command", ["ddp", "torchrun"])
+def test_all_ranks_wait_for_a_checkpoint_after_a_fit(
+    command: str, tmp_path: Path, run_script: ScriptRunner
+) -> None:
+    """It is complete when `save_checkpoint` returns, on any rank; a failure is raised on each."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    program = [*(TORCHRUN if command == "torchrun" else (sys.executable,)), str(run_script.write(SAVING))]
+    result = run_script.command([*program, str(folder)], env=with_tests())
+    assert result.returncode == 0, result
+    facts = sorted(map(json.loads, result.stdout.splitlines()), key=lambda facts: int(facts["rank"]))
+    assert [(own["first"], own["second"]) for own in facts] == [(True, True)] * 2
+    assert all("is a folder" in own["error"] for own in facts), facts
+    assert (folder / "of rank 0 alone").exists()
 
 
 def test_ranks_are_known_before_the_first_fit(facts: list[dict[str, Any]]) -> None:

@@ -48,6 +48,10 @@ class Launcher(ABC):
     def has_other_ranks(self) -> bool:
         """Whether processes of other ranks exist before `launch`, and would wait for this one."""
 
+    def context_between_jobs(self) -> WorkerContext | None:
+        """Return this rank's context while it continues with others after a job; None where none do."""
+        return None
+
     @abstractmethod
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Run `entry(worker)` once per local rank; return the values by global rank.
@@ -76,7 +80,7 @@ class WorkerContext:
     store_outlives: bool = False  # it may hold keys of an earlier start, as an elastic agent's does
     channel: RankChannel | None = None  # to the supervisor; None where nothing was launched (`inline`)
     key: bytes = field(default=b"", repr=False)  # of the job, which only its ranks have
-    job: int = 1  # counts the jobs of this group of processes; keeps their keys apart in the store
+    job: int = 1  # counts the jobs of this group of processes from 1 on; keeps their keys apart in the store
     on_stop: Callable[[], None] | None = None  # runs in another thread, before this rank is interrupted
     failure_exchange: FailureExchange | None = None  # with ranks that this node's supervisor does not see
     _has_reported: bool = False

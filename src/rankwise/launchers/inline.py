@@ -24,6 +24,16 @@ _jobs = itertools.count(1)
 
 
 @final
+class _LastJob:
+    """The last job of this process: whether it has ended without a failure."""
+
+    has_succeeded = False
+
+
+_last = _LastJob()
+
+
+@final
 @dataclass(frozen=True)
 class InlineLauncher(CallerLauncher):
     """Run the function in this process, which is a rank already."""
@@ -37,6 +47,21 @@ class InlineLauncher(CallerLauncher):
     def has_other_ranks(self) -> bool:
         return self.ranks.world_size > 1
 
+    def context_between_jobs(self) -> WorkerContext | None:
+        """Return the context of this process, if it is not alone and its last job has succeeded."""
+        if not self.has_other_ranks or self.address is None or not _last.has_succeeded:
+            return None
+        return self._context(self.address, job=0)
+
+    def _context(self, address: tuple[str, int] | None, job: int) -> WorkerContext:
+        return WorkerContext(
+            self.ranks,
+            address=address,
+            hosts_store=self.hosts_store,
+            store_outlives=self.store_outlives,
+            job=job,
+        )
+
     @contextmanager
     def running(self, rendezvous: str) -> Iterator[RankRun]:
         """Be the rank in the block; report a failure, and raise it."""
@@ -47,20 +72,16 @@ class InlineLauncher(CallerLauncher):
             store = open_store(None, address, hosts=False, timeout=_ANSWER)
             find_restart(address, store, self.ranks, _ANSWER)
             address = None
-        worker = WorkerContext(
-            self.ranks,
-            address=address,
-            hosts_store=self.hosts_store,
-            store_outlives=self.store_outlives,
-            job=next(_jobs),
-        )
+        worker = self._context(address, next(_jobs))
         try:
             with ExitStack() as stack:
                 stack.enter_context(stacks_on_signal())
                 stack.enter_context(parent_death.children_end_with_parent())
                 stack.enter_context(heartbeat_written_to(None if address is None else NO_FILE))
+                _last.has_succeeded = False
                 yield (run := RankRun(worker))
                 run.values = {self.ranks.global_rank: run.value}
+                _last.has_succeeded = True
         except Exception as error:
             worker.report_failure(error)
             raise

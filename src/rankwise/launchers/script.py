@@ -79,6 +79,13 @@ class ScriptLauncher(CallerLauncher):
         with script.running() as run:
             yield run
 
+    def context_between_jobs(self) -> WorkerContext | None:
+        """Return the context of this process, if it runs the script with others that have run a job."""
+        running = running_script()
+        if not isinstance(running, (InheritedContext, _Script)) or running.pid != os.getpid():
+            return None
+        return running.context_between_jobs() if running.jobs else None
+
     def _start_script(self, earlier: int, rendezvous: str) -> _Script:
         refuse_patched_threads()
         refuse_removed_directory()
@@ -144,7 +151,7 @@ class _Script:
         self.ranks, self.local_ranks = local_ranks[0], local_ranks
         self.group = WorkerGroup(local_ranks, options, job=1)
         self._supervisor = self.group.supervisor
-        self._jobs = 0
+        self.jobs = 0
         self._is_in_job = False
         self._heartbeat = owned_descriptor(self.group.memory_files).number
         ours, self._mine = socket.socketpair()
@@ -157,13 +164,17 @@ class _Script:
         self._supervisor.start()
         _finish_at_exit()
 
+    def context_between_jobs(self) -> WorkerContext:
+        """Return the context of rank 0 between two jobs."""
+        return WorkerContext(self.ranks, address=self.group.address, channel=self._channel, job=0)
+
     @contextmanager
     def running(self) -> Iterator[RankRun]:
         """Run one job, as this process's rank in the block."""
         if error := self._supervisor.error():
             self.end()
             raise error
-        self._jobs = self.group.cross_node_failures.job = self._jobs + 1
+        self.jobs = self.group.cross_node_failures.job = self.jobs + 1
         worker = self.group.context_of(self.local_ranks[0])
         worker.channel, worker.on_stop = self._channel, self._end_waits
         self._is_in_job = True

@@ -113,6 +113,10 @@ class InheritedContext:
     jobs: int = 0
     pid: int = field(default_factory=os.getpid)  # a process that this one forks is not the rank
 
+    def context_between_jobs(self) -> WorkerContext:
+        """Return the context of this rank between two jobs."""
+        return WorkerContext(self.ranks, address=self.address, channel=self.channel, job=0)
+
     @contextmanager
     def running(self, timeout_s: float | None) -> Iterator[RankRun]:
         """Run one job, as this rank in the block, until it is over on every rank.

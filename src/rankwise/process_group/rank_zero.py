@@ -73,10 +73,32 @@ def rank_zero_first(
     block = store.add(f"rank_zero_first/{scope}/blocks of {dist.get_rank()}", 1)  # the same on every rank
     key = f"rank_zero_first/{scope}/{block}"
     if is_first:
-        with _publish_outcome(store, key), _refuse_collectives(is_local=local):
+        with _publish_outcome(store, key, dist.get_rank()), _refuse_collectives(is_local=local):
             yield
     else:
         _wait_for_outcome(store, key, timeout)
+        yield
+
+
+@contextmanager
+def awaited_between_jobs(store: dist.Store, global_rank: int, timeout: timedelta) -> Iterator[None]:
+    """Enter the block on global rank 0 at once, on the other ranks when it has ended there.
+
+    For ranks without a process group. Rank 0 waits for none, and needs no store.
+
+    Raises:
+        RankZeroFailedError: on the other ranks, when the block failed on rank zero.
+        torch.distributed.DistStoreError: after `timeout`.
+    """
+    count = f"rank_zero_first/blocks of {global_rank}"
+    if global_rank != 0:
+        _wait_for_outcome(store, f"rank_zero_first/{store.add(count, 1)}", timeout)
+        yield
+        return
+    block = 0
+    with suppress(Exception):  # a store that has ended: then no rank waits
+        block = store.add(count, 1)
+    with _publish_outcome(store, f"rank_zero_first/{block}", global_rank):
         yield
 
 
@@ -94,8 +116,7 @@ def _order(local: bool, ranks: RankInfo | None) -> tuple[bool, str]:
 
 
 @contextmanager
-def _publish_outcome(store: dist.Store, key: str) -> Iterator[None]:
-    rank = dist.get_rank()
+def _publish_outcome(store: dist.Store, key: str, rank: int) -> Iterator[None]:
     try:
         yield
     except BaseException as error:

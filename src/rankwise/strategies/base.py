@@ -482,7 +482,8 @@ class Strategy(ABC):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
         """Write a checkpoint on global rank 0; all ranks continue when it is written, or all raise.
 
-        Collective: every rank must call this, in the same order. After a failure each rank that does writes.
+        Collective: every rank must call this, in the same order. After a failure each rank that does writes;
+        after a job the other ranks wait for rank 0 alone.
 
         Raises:
             CheckpointError: on every rank, when it could not be written.
