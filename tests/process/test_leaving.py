@@ -280,3 +280,34 @@ def test_sigterm_in_a_collective(seconds: float, at: list[float], is_saved: bool
     assert time.monotonic() - began < 25
     assert (caught.value.global_rank, caught.value.signal_number) == (0, signal.SIGTERM)
     assert path.exists() is is_saved
+
+
+# ---------------------------------------------------------------------- in the temporary folder
+
+
+FITS = """
+    import os, sys
+    from rankwise import Trainer
+    from tests.process.training_tasks import Regression, loader, quiet_trainer
+
+    if __name__ == "__main__":
+        for strategy in sys.argv[1:]:
+            devices = 1 if strategy == "single_device" else 2
+            quiet_trainer(strategy, devices, max_epochs=1).fit(Regression(), loader(8, 2))
+"""
+
+
+@pytest.mark.parametrize(
+    "strategies",
+    [["single_device", "ddp_fork"], ["ddp"], pytest.param(["ddp_spawn"], marks=pytest.mark.soak)],
+)
+def test_nothing_is_left_in_the_temporary_folder(
+    strategies: list[str], run_script: ScriptRunner, tmp_path: Path
+) -> None:
+    """A job leaves no file there, nor the folder that torch makes for what it would compile."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    variables = {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": None}
+    result = run_script(FITS, *strategies, env=with_tests(variables))
+    assert result.returncode == 0, result.stderr
+    assert list(folder.iterdir()) == []

@@ -6,8 +6,9 @@ import ctypes
 import gc
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -108,13 +109,17 @@ def import_functional() -> None:
 def import_dynamo() -> None:
     """Import what the first optimizer or `DistributedDataParallel` would import: 0.8 s.
 
-    Garbage collections would take 0.3 s more. A fork inherits it.
+    Garbage collections would take 0.3 s more. A fork inherits it. The import makes a folder for what will be
+    compiled, which is removed again: each compilation makes it if it is not there.
     """
     import_functional()
-    is_set = SET_BY_DYNAMO in os.environ
+    is_set, is_new = SET_BY_DYNAMO in os.environ, "torch._dynamo" not in sys.modules
+    before = set(Path(tempfile.gettempdir()).glob("torchinductor_*")) if is_new else set()
     import_without_collections("torch._dynamo")
-    if not is_set:
-        os.environ.pop(SET_BY_DYNAMO, None)
+    folder = None if is_set else os.environ.pop(SET_BY_DYNAMO, None)
+    if is_new and folder is not None and Path(folder) not in before:
+        with suppress(OSError):  # another process uses it, or has removed it
+            Path(folder).rmdir()
     from torch.autograd.profiler import record_function
 
     with record_function("rankwise"):  # as each step of an optimizer; the first time it imports more
