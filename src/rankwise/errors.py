@@ -547,9 +547,10 @@ class WorkerTimedOutError(WorkerRaisedError):
 
 
 class WorkerExitedError(WorkerError):
-    """A worker exited before it had finished, with `exit_code`; None where other code has taken that."""
+    """A worker exited before it had finished, with `exit_code`; None where that is not known."""
 
     NOT_STARTED: ClassVar[str] = "before it had started (what it printed is above)"
+    BY_SYSTEM_EXIT: ClassVar[str] = "(it raised SystemExit) before the others had finished"
 
     exit_code: int | None = 0
     phase: str = "before it had finished"
@@ -558,6 +559,8 @@ class WorkerExitedError(WorkerError):
         return f"exited with {exit_code_text(self.exit_code)} {self.phase}"
 
     def fix(self) -> str:
+        if self.phase == self.BY_SYSTEM_EXIT:
+            return "every rank must come to its end; sys.exit(code) in place of SystemExit keeps the code."
         if self.exit_code is None:
             return (
                 "the launching process ignores SIGCHLD, or waits for all children, and so takes the code. "

@@ -122,6 +122,10 @@ if sys.argv[1:] == ["fail"] and fabric.global_rank == 1:
     raise ValueError("loss is nan")
 if sys.argv[1:] == [f"exit {fabric.global_rank}"]:
     sys.exit(3)
+if sys.argv[1:] == [f"raise {fabric.global_rank}"]:
+    raise SystemExit(3)
+if sys.argv[1:] == ["raise all"]:
+    raise SystemExit(0)
 try:
     sys.exit(4)
 except SystemExit:
@@ -168,6 +172,22 @@ def test_the_exit_status_of_a_rank_is_the_cause(run_script: ScriptRunner, rank: 
     assert f"WorkerExitedError: Worker global_rank={rank}" in result.stderr, result
     assert "exited with code 3" in result.stderr, result
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
+def test_a_rank_that_raises_system_exit(run_script: ScriptRunner, rank: int) -> None:
+    """It is named where others wait for it; Python drops its code before exit hooks run."""
+    result = run_script(SCRIPT, f"raise {rank}", env=with_tests())
+    assert result.returncode == 1, result
+    assert f"WorkerExitedError: Worker global_rank={rank}" in result.stderr, result
+    assert "it raised SystemExit" in result.stderr, result
+
+
+@pytest.mark.soak
+def test_ranks_that_all_raise_system_exit(run_script: ScriptRunner) -> None:
+    """`raise SystemExit(main())` is a common last line."""
+    result = run_script(SCRIPT, "raise all", env=with_tests())
+    assert (result.returncode, result.stderr) == (0, ""), result
 
 
 @pytest.mark.soak

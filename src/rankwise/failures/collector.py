@@ -23,12 +23,14 @@ class FailureCollector:
 
     Attributes:
         stopped: the global ranks that the supervisor stopped after the first failure.
+        exited: records of ranks whose script has ended by itself, which is a failure where others need them.
     """
 
     def __init__(
         self, workers: Sequence[MonitoredRank], on_failure: Callable[[FailureRecord], None] | None = None
     ) -> None:
         self.stopped: list[int] = []
+        self.exited: list[FailureRecord] = []
         self._workers = workers
         self._on_failure = on_failure
         self._records: list[FailureRecord] = []
@@ -68,8 +70,8 @@ class FailureCollector:
         if not self._records:
             return None
         cause = first_cause(self._records)
-        if self._late and cause.is_consequence:
-            cause = first_cause(self._late)
+        if cause.is_consequence and (left := [*self._late, *self.exited]):
+            cause = first_cause(left)
         others = [record for record in (*self._records, *self._late) if record is not cause]
         cause = self._of_timeout(cause) if cause.is_timeout else cause
         stopped = [rank for rank in self.stopped if rank != cause.global_rank]  # reported late

@@ -40,6 +40,7 @@ class Kind(IntEnum):
     REQUEST = 9  # supervisor: stop training, because of this signal (its number)
     STOPPED = 10  # worker: as DONE, but training has stopped for this signal (its number)
     ELSEWHERE = 11  # worker: a rank of another node has failed; its record, as JSON
+    EXITED = 13  # worker: its script has ended by SystemExit; a record, for the case that others need it
     STORE_CANCEL = 12  # worker: it no longer waits for the reply to a request (its number)
     LEFT = 13  # worker: after a failure, the hooks that follow it have ended
 

@@ -507,6 +507,8 @@ class Supervisor:
         elif kind is Kind.LEFT:
             worker.has_left_job = True
             self._check()
+        elif kind is Kind.EXITED:
+            self._failures.exited.append(FailureRecord.from_json(payload))
         elif kind is Kind.STORE_REQUEST:
             request_id, request = payload[:REQUEST_ID_SIZE], payload[REQUEST_ID_SIZE:]
             self._table.handle(

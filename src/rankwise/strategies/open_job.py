@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import dis
 import os
 import sys
 from contextlib import ExitStack
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, final
 
-from rankwise.errors import LaunchRefusedError, WorkerError
-from rankwise.launchers.context import CallerLauncher
+from rankwise.errors import LaunchRefusedError, WorkerError, WorkerExitedError
+from rankwise.failures.record import FailureRecord
+from rankwise.launchers.channel import Kind
+from rankwise.launchers.context import CallerLauncher, WorkerContext
 from rankwise.processes.exit_codes import exit_code_of, exit_now, report_at_exit
 
 if TYPE_CHECKING:
@@ -52,16 +55,18 @@ def begin_job(strategy: Strategy) -> None:
     with ExitStack() as stack:
         run = stack.enter_context(launcher.running(strategy._choose_rendezvous(True)))
         stack.enter_context(strategy.running_as(run.worker))
-        _open = OpenJob(stack.pop_all())
+        _open = OpenJob(stack.pop_all(), run.worker)
 
 
 @final
 class OpenJob:
     """Ends a job with the script."""
 
-    def __init__(self, job: ExitStack) -> None:
+    def __init__(self, job: ExitStack, worker: WorkerContext) -> None:
         self.is_running = True
         self._job = job
+        self._worker = worker
+        self._script = _outermost_frame()
         self._pid = os.getpid()
         self._hook = sys.excepthook
         sys.excepthook = self._on_exception
@@ -99,6 +104,11 @@ class OpenJob:
             return
         # Printed by another hook than ours, or no error for Python, which exits with this code by itself.
         own = getattr(sys, "last_value", None) or ScriptExit.uncaught
+        if own is None and self._worker.channel is not None and not _has_returned(self._script):
+            # By `raise SystemExit(...)`, whose code nobody knows yet: the others may have finished, too.
+            phase = WorkerExitedError.BY_SYSTEM_EXIT
+            record = FailureRecord.of_rank(self._worker.ranks, os.getpid(), phase=phase)
+            self._worker.channel.send(Kind.EXITED, record.to_json())
         error = self._end(own)
         if error is None or error is own:
             return
@@ -106,6 +116,19 @@ class OpenJob:
             exit_now(error.code if isinstance(error.code, int) else _FAILURE)
         report_at_exit(error)
         exit_now(exit_code_of(error))
+
+
+def _outermost_frame() -> FrameType:
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _has_returned(frame: FrameType) -> bool:
+    """Return whether a frame, which has ended, has come to its end: an exception ends it elsewhere."""
+    last = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+    return last.startswith("RETURN")
 
 
 def _exit(status: Any = None, /) -> NoReturn:
