@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rankwise import callbacks, errors
     from rankwise.callbacks import Callback
     from rankwise.environments import ClusterEnvironment
+    from rankwise.errors import RankwiseError
     from rankwise.fabric import Fabric
     from rankwise.gradient_sync import GradientSyncMode, gradient_sync_context, register_ddp_comm_hook
     from rankwise.launchers import Launcher
@@ -47,6 +48,7 @@ _HOMES = {
     "GradientSyncMode": "rankwise.gradient_sync",
     "Launcher": "rankwise.launchers",
     "RankInfo": "rankwise.ranks",
+    "RankwiseError": "rankwise.errors",
     "SingleDeviceStrategy": "rankwise.strategies",
     "Strategy": "rankwise.strategies",
     "StrategyRegistry": "rankwise.registry",
@@ -74,6 +76,7 @@ __all__ = [
     "GradientSyncMode",
     "Launcher",
     "RankInfo",
+    "RankwiseError",
     "SingleDeviceStrategy",
     "Strategy",
     "StrategyRegistry",

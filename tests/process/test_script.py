@@ -149,7 +149,7 @@ def test_stdin_is_refused(run_script: ScriptRunner) -> None:
     result = run_script.command([sys.executable, "-"], stdin=REFUSED)
     assert "REFUSED True" in result.stdout, result
     assert "through stdin" in result.stdout
-    assert 'strategy="ddp_spawn"' in result.stdout
+    assert 'strategy="ddp_notebook"' in result.stdout
     assert "STARTED" not in result.stdout
 
 

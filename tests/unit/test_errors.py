@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import rankwise
 from rankwise import errors
 from tests.helpers.architecture import public_errors
 from tests.test_architecture import MODULES
@@ -473,3 +474,8 @@ def test_a_collective_of_one_rank() -> None:
     for has_lost_peer in (True, False):
         error = errors.WorkerRaisedError(**WHERE, exception_type="RuntimeError", has_lost_peer=has_lost_peer)
         assert ("DDPStrategy(check_collectives=True) names" in str(error)) == has_lost_peer
+
+
+def test_the_base_class_is_a_name_of_the_package() -> None:
+    """`from rankwise import RankwiseError` is what catches every error."""
+    assert rankwise.RankwiseError is errors.RankwiseError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from rankwise.errors import ConfigurationError, InvalidArgumentError
+from rankwise.errors import ConfigurationError, InvalidArgumentError, nearest
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -216,9 +216,12 @@ class MonitoringCallback(Callback):
 
     def missing_metric(self, trainer: Trainer) -> ConfigurationError:
         """Return the error for a metric that was not logged."""
-        logged = ", ".join(repr(name) for name in sorted(trainer.callback_metrics)) or "nothing"
+        names = sorted(trainer.callback_metrics)
+        logged = ", ".join(map(repr, names)) or "nothing"
+        near = nearest(self.monitor or "", names)
+        suggestion = "" if near is None else f" Did you mean {near!r}?"
         return ConfigurationError(
-            message=f"{type(self).__name__}(monitor={self.monitor!r}) finds no such metric.",
+            message=f"{type(self).__name__}(monitor={self.monitor!r}) finds no such metric.{suggestion}",
             facts=f"logged so far: {logged}.",
             remedy=f'self.log("{self.monitor}", value) in a step of the module, or another monitor.',
         )

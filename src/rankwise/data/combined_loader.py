@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, zip_longest
 from typing import Any, Literal, final
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from rankwise.data.sampler import length_of
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, UnknownNameError
@@ -197,7 +197,10 @@ def _first_of(iterator: Iterator[Any], number: int) -> Any:
 
 
 def check_iterable(loader: Any) -> None:
-    """Raise InvalidTypeError for what cannot be iterated over."""
+    """Raise InvalidTypeError for what cannot be iterated over, and for a data set, which has no batches."""
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        remedy = "torch.utils.data.DataLoader(dataset, batch_size=32)."
+        raise InvalidTypeError(argument="dataloaders", value=loader, expected="a DataLoader", remedy=remedy)
     if isinstance(loader, Iterable) or callable(getattr(loader, "__getitem__", None)):
         return
     expected = "a DataLoader, an iterable over batches, or several DataLoaders"

@@ -236,7 +236,8 @@ def refuse_where_impossible(start_method: str) -> None:
     if start_method == "fork" and torch.cuda.is_initialized():
         raise LaunchRefusedError(
             message="start_method='fork' cannot work: CUDA is initialised in this process already.",
-            remedy='touch CUDA only inside what is launched, or use strategy="ddp_spawn" or "ddp".',
+            remedy="touch CUDA only inside what is launched: in a notebook restart the kernel first; in a "
+            'script strategy="ddp_spawn" or "ddp" works, too.',
         )
 
 

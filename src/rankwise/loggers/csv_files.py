@@ -6,14 +6,52 @@ import csv
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
 from rankwise.errors import InvalidArgumentError
-from rankwise.loggers.base import numbers
+from rankwise.loggers.base import numbers, rank_zero_experiment
 from rankwise.loggers.hyper_parameters import HyperParameters, nested_parameters
 from rankwise.loggers.run_folder import RunFolderLogger
 from rankwise.ranks import rank_zero_only
+
+_METRICS = "metrics.csv"
+
+
+@final
+@dataclass(frozen=True)
+class CSVExperiment:
+    """What `CSVLogger.experiment` returns: the run's files, by the names of Lightning's writer."""
+
+    _logger: CSVLogger
+
+    @property
+    def log_dir(self) -> str:
+        """The folder of the run."""
+        return self._logger.log_dir
+
+    @property
+    def metrics_file_path(self) -> str:
+        """The file of the metrics."""
+        return str(Path(self.log_dir) / _METRICS)
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """The lines that are not in the file yet."""
+        return self._logger.unsaved
+
+    def log_metrics(self, metrics_dict: Mapping[str, float], step: int | None = None) -> None:
+        """Add a line."""
+        self._logger.log_metrics(metrics_dict, step)
+
+    def log_hparams(self, params: HyperParameters) -> None:
+        """Write the hyper parameters."""
+        self._logger.log_hyperparams(params)
+
+    def save(self) -> None:
+        """Write the lines that are not in the file yet."""
+        self._logger.save()
 
 
 @final
@@ -47,6 +85,17 @@ class CSVLogger(RunFolderLogger):
         self._flush_every = flush_logs_every_n_steps
         self._lines: list[dict[str, float]] = []
 
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> CSVExperiment:
+        """An object with the methods of Lightning's, which writes into this run's files."""
+        return CSVExperiment(self)
+
+    @property
+    def unsaved(self) -> list[dict[str, float]]:
+        """The lines that are not in the file yet."""
+        return self._lines
+
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Add a line; a new metric adds a column."""
@@ -66,7 +115,7 @@ class CSVLogger(RunFolderLogger):
         """Append the buffered lines, or rewrite the file if there are new columns."""
         if not self._lines:
             return
-        path = self._file("metrics.csv")
+        path = self._file(_METRICS)
         path.touch()
         with path.open("r+", newline="") as file:
             reader = csv.DictReader(file)

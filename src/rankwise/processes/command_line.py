@@ -9,6 +9,13 @@ from pathlib import Path
 
 from rankwise.start import WORKING_DIRECTORY
 
+_NOTEBOOK, _SHELL, _STDIN = (
+    "in a notebook",
+    "in an interactive shell",
+    "with a script that came through stdin",
+)
+_WITHOUT_FILE = (_NOTEBOOK, _SHELL, _STDIN)
+
 
 def rerun_command() -> tuple[list[str], str]:
     """Return the command and the directory that this process was started with, or raise `LaunchRefusedError`.
@@ -18,10 +25,12 @@ def rerun_command() -> tuple[list[str], str]:
     if (problem := _problem(sys.orig_argv)) is not None:
         from rankwise.errors import LaunchRefusedError
 
+        # A spawned process cannot import what a notebook, a shell or stdin defines.
+        name = "ddp_notebook" if problem in _WITHOUT_FILE else "ddp_spawn"
         raise LaunchRefusedError(
             message=f'strategy="ddp" runs the script again for each rank, which cannot work {problem}.',
             facts=f"the command line is {sys.orig_argv!r}.",
-            remedy='use strategy="ddp_spawn", or "ddp_notebook" in a notebook or shell.',
+            remedy=f'use strategy="{name}".',
         )
     return [sys.executable, *sys.orig_argv[1:]], _original_directory(sys.orig_argv)
 
@@ -30,9 +39,9 @@ def _problem(command: Sequence[str]) -> str | None:
     import multiprocessing.process
 
     if "ipykernel" in sys.modules and "IPython" in sys.modules and _in_kernel():
-        return "in a notebook"
+        return _NOTEBOOK
     if "ps1" in sys.__dict__ or sys.flags.interactive:
-        return "in an interactive shell"
+        return _SHELL
     # A script that a test starts has the variable, but not the module.
     if "PYTEST_CURRENT_TEST" in os.environ and "_pytest" in sys.modules:
         return "inside pytest"
@@ -41,7 +50,7 @@ def _problem(command: Sequence[str]) -> str | None:
     if not sys.executable:
         return "where there is no Python executable"
     if _script(command) is None:
-        return "with a script that came through stdin"
+        return _STDIN
     if not os.path.isdir(_original_directory(command)):  # noqa: PTH112  "" is none, and Path("") is one
         return "where the folder that it was started in has been removed"
     return None

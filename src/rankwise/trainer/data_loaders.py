@@ -221,6 +221,16 @@ def check_limit(strategy: Strategy, phase: str, shards: list[LoaderShard], optio
             )
 
 
+def warn_if_empty(strategy: Strategy, phase: str, loaders: list[Any]) -> None:
+    """Warn on rank 0 of a loader without a batch, as Lightning does; it trains or evaluates nothing.
+
+    One of several for training is an error later.
+    """
+    is_refused = phase == "train" and len(loaders) > 1
+    if strategy.is_global_zero and not is_refused and any(length_of(loader) == 0 for loader in loaders):
+        warnings.warn(f"The {PHASE_NAMES[phase]} loader is empty: its length is 0.", stacklevel=2)
+
+
 def check_can_be_gathered(shards: list[LoaderShard], world_size: int) -> None:
     """Make sure that the ranks' predictions can be put in dataset order, also if the user splits the data."""
     for loader in (shard.loader for shard in shards if world_size > 1):

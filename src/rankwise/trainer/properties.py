@@ -208,6 +208,13 @@ class TrainerProperties:
     test_loop = _Absent("trainer.num_test_batches, or what trainer.test(...) returns.")
     predict_loop = _Absent("trainer.num_predict_batches, or what trainer.predict(...) returns.")
     val_check_batch = _Absent("trainer.val_check_interval.")
+    _accelerator_connector = _Absent("trainer.strategy, trainer.num_devices, trainer.precision.")
+    _callback_connector = _Absent("trainer.callbacks.")
+    _checkpoint_connector = _Absent("trainer.save_checkpoint(path), trainer.fit(model, ckpt_path=path).")
+    _data_connector = _Absent("trainer.train_dataloader, trainer.val_dataloaders, trainer.datamodule.")
+    _logger_connector = _Absent("trainer.loggers, trainer.callback_metrics, trainer.logged_metrics.")
+    _results = _Absent("trainer.callback_metrics, trainer.logged_metrics.")
+    _signal_connector = _Absent("trainer.received_sigterm.")
 
     @property
     def ckpt_path(self) -> str | None:

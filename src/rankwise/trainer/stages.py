@@ -46,6 +46,7 @@ from rankwise.trainer.data_loaders import (
     combination_of,
     restored_loaders,
     shard_for_phase,
+    warn_if_empty,
 )
 from rankwise.trainer.hooks import errors_logged
 from rankwise.trainer.lightning_objects import is_of_lightning
@@ -89,6 +90,7 @@ def _torch_flags(options: TrainerOptions) -> Iterator[None]:
             if _CUBLAS not in os.environ:
                 stack.callback(os.environ.pop, _CUBLAS, None)
                 os.environ[_CUBLAS] = ":4096:8"  # without it cuBLAS is not deterministic
+            benchmark = False if benchmark is None else benchmark  # which chooses by measuring
         if benchmark is not None:
             stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
             torch.backends.cudnn.benchmark = benchmark
@@ -451,6 +453,7 @@ class Stage:
             for loader, seed in zip(loaders, seeds, strict=True)
         ]
         check_limit(strategy, phase, shards, context.options)
+        warn_if_empty(strategy, phase, loaders)
         state.num_batches[phase] = [shard.num_batches for shard in shards]
         context.stage.shards[phase] = shards
         context.stage.loaders[phase] = restored_loaders(given, shards)

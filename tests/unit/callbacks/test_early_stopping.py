@@ -127,6 +127,13 @@ def test_missing_metric(tmp_path: Path) -> None:
     assert epochs_with(tmp_path, EarlyStopping("other", strict=False), 1) == 1
 
 
+def test_a_misspelt_metric(tmp_path: Path) -> None:
+    """The nearest of the logged metrics is suggested, and all are listed."""
+    with pytest.raises(ConfigurationError, match=r"no such metric. Did you mean 'score'\?") as caught:
+        epochs_with(tmp_path, EarlyStopping("scroe"), 1)
+    assert "logged so far: 'loss', 'score'" in str(caught.value)
+
+
 def test_state_round_trip() -> None:
     """The state brings the best score and the count along."""
     stopping, resumed = EarlyStopping("score"), EarlyStopping("score")

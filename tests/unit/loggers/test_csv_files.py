@@ -10,6 +10,7 @@ import pytest
 
 from rankwise.errors import InvalidArgumentError
 from rankwise.loggers import CSVLogger
+from rankwise.ranks import rank_zero_only
 
 
 def lines(logger: CSVLogger) -> list[dict[str, str]]:
@@ -104,3 +105,20 @@ def test_prefix(tmp_path: Path) -> None:
     logger.save()
     assert lines(logger) == [{"my-loss": "0.5", "step": "3"}]
     assert logger.log_dir == str(tmp_path / "v")
+
+
+def test_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`experiment` has the methods of Lightning's, and writes into the logger's files, on rank zero only."""
+    logger = CSVLogger(tmp_path)
+    experiment = logger.experiment
+    experiment.log_hparams({"lr": 0.1})
+    experiment.log_metrics({"loss": 0.5}, step=3)
+    assert experiment.metrics == [{"loss": 0.5, "step": 3}]
+    experiment.save()
+    assert lines(logger) == [{"loss": "0.5", "step": "3"}]
+    assert json.loads((Path(experiment.log_dir) / "hparams.json").read_text()) == {"lr": 0.1}
+    assert Path(experiment.metrics_file_path).name == "metrics.csv"
+    monkeypatch.setattr(rank_zero_only, "rank", 1, raising=False)
+    logger.experiment.log_metrics({"loss": 0.7}, step=4)
+    logger.save()
+    assert len(lines(logger)) == 1

@@ -85,21 +85,31 @@ def test_the_command_is_the_true_one(monkeypatch: pytest.MonkeyPatch, main: Modu
 
 
 @pytest.mark.parametrize(
-    ("prepare", "text"),
+    ("prepare", "text", "strategy"),
     [
-        (lambda patch: patch.setattr(sys, "ps1", ">>> ", raising=False), "in an interactive shell"),
-        (lambda patch: patch.setenv("PYTEST_CURRENT_TEST", "x"), "inside pytest"),
-        (lambda patch: patch.setattr(sys, "executable", ""), "where there is no Python executable"),
-        (lambda patch: patch.setattr(sys, "orig_argv", ["python"]), "came through stdin"),
+        (
+            lambda patch: patch.setattr(sys, "ps1", ">>> ", raising=False),
+            "in an interactive shell",
+            "ddp_notebook",
+        ),
+        (lambda patch: patch.setenv("PYTEST_CURRENT_TEST", "x"), "inside pytest", "ddp_spawn"),
+        (
+            lambda patch: patch.setattr(sys, "executable", ""),
+            "where there is no Python executable",
+            "ddp_spawn",
+        ),
+        (lambda patch: patch.setattr(sys, "orig_argv", ["python"]), "came through stdin", "ddp_notebook"),
     ],
     ids=["shell", "pytest", "no executable", "stdin"],
 )
-def test_what_cannot_be_run_again(prepare: object, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is refused by its reason, with the command line that was seen and what to use instead."""
+def test_what_cannot_be_run_again(
+    prepare: object, text: str, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is refused by its reason, with the command line that was seen and what works there."""
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     assert callable(prepare)
     prepare(monkeypatch)
     with pytest.raises(LaunchRefusedError, match=text) as caught:
         command_line.rerun_command()
     assert repr(sys.orig_argv) in str(caught.value)
-    assert 'strategy="ddp_spawn"' in str(caught.value)
+    assert f'use strategy="{strategy}".' in str(caught.value)

@@ -309,6 +309,7 @@ def test_other_module(tmp_path: Path) -> None:
         trainer(tmp_path).test(Wider(), loader(), ckpt_path=path)
 
 
+@pytest.mark.filterwarnings("ignore:Fixed.configure_optimizers")
 def test_other_optimizer(tmp_path: Path) -> None:
     """Optimizer states that do not fit are refused."""
 

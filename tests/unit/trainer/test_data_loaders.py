@@ -130,6 +130,16 @@ def test_checked_before_anything_starts(tmp_path: Path) -> None:
         check_loaders("fit", "train", [1, 2], trainer(tmp_path).options, 2)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("phase", ["train", "validate", "predict"])
+def test_a_data_set_in_place_of_a_loader(tmp_path: Path, phase: str, world_size: int) -> None:
+    """The error says what is expected, on any number of ranks."""
+    dataset = loader().dataset
+    with pytest.raises(InvalidTypeError, match="expected a DataLoader") as caught:
+        check_loaders("fit", phase, dataset, trainer(tmp_path).options, world_size)
+    assert "torch.utils.data.DataLoader(dataset, batch_size=32)" in str(caught.value)
+
+
 def test_fraction_of_unknown_length(tmp_path: Path) -> None:
     """A fraction of a loader without length is refused."""
     with pytest.raises(ConfigurationError, match=r"A fraction \(0.5\) of a loader without length"):
@@ -196,7 +206,9 @@ def test_a_fraction_that_leaves_nothing(tmp_path: Path, stage: str, limit: float
 
 
 def test_an_empty_loader_is_evaluated(tmp_path: Path) -> None:
-    """Data without samples have no metrics and no predictions, whatever the limit."""
+    """Data without samples have no metrics and no predictions, whatever the limit; a warning says so."""
     train = trainer(tmp_path, limit_predict_batches=0.5)
-    assert train.test(Line(), loader(0)) == [{}]
-    assert train.predict(Line(), loader(0)) == []
+    with pytest.warns(UserWarning, match="The test loader is empty: its length is 0"):
+        assert train.test(Line(), loader(0)) == [{}]
+    with pytest.warns(UserWarning, match="The prediction loader is empty: its length is 0"):
+        assert train.predict(Line(), loader(0)) == []

@@ -248,6 +248,14 @@ def test_no_number(value: Any) -> None:
         Results(nn.Module(), is_evaluation=True).log("x", value)
 
 
+def test_a_text_for_a_number() -> None:
+    """The advice for a text is not to average it."""
+    with pytest.raises(InvalidTypeError, match=r"log\('x'\) value='a' is of type str") as caught:
+        Results(nn.Module(), is_evaluation=True).log("x", "a")
+    assert 'Fix: self.log("x", number)' in str(caught.value)
+    assert "mean()" not in str(caught.value)
+
+
 def test_unknown_reduction() -> None:
     """An unknown reduction is refused, and the nearest one suggested."""
     with pytest.raises(UnknownNameError, match="Did you mean 'mean'"):

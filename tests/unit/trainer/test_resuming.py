@@ -340,6 +340,7 @@ def test_a_later_validation_without_a_batch(tmp_path: Path) -> None:
             return simple_loader(0)
 
     model, train = Empty(), trainer(tmp_path, max_epochs=4, check_val_every_n_epoch=2)
-    train.fit(model, simple_loader(2))
+    with pytest.warns(UserWarning, match="The validation loader is empty"):
+        train.fit(model, simple_loader(2))
     assert model.seen == ["train 0", "train 0", "loader", "train 0", "train 0"]
     assert not train.has_validation

@@ -60,6 +60,18 @@ def test_in_force_within_stages(tmp_path: Path, arguments: dict[str, Any], withi
     assert flags() == before == (False, False, False, None)
 
 
+@pytest.mark.parametrize(("arguments", "within"), [({}, False), ({"benchmark": True}, True)])
+def test_deterministic_excludes_benchmarking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], within: bool
+) -> None:
+    """With deterministic cuDNN chooses its algorithm without a benchmark, unless that is asked for."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    model = Looking()
+    trainer(tmp_path, max_steps=1, deterministic=True, **arguments).fit(model, loader())
+    assert model.flags[0][2] is within
+    assert torch.backends.cudnn.benchmark
+
+
 def test_put_back_after_a_failure(tmp_path: Path) -> None:
     """They are restored after an error too."""
     with pytest.raises(RuntimeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -118,6 +119,10 @@ class EvaluationLoop:
             by_rank = _gathered(strategy, own, gather)
             predictions = [interleaved(list(lists)) for lists in zip(*by_rank, strict=True)]
             self._hook("epoch_end")
+        outputs = [output for of_loader in own for output in of_loader]
+        if outputs and strategy.is_global_zero and all(output is None for output in outputs):
+            name = type(self.context.module).__name__
+            warnings.warn(f"{name}.predict_step() returned None for every batch.", stacklevel=2)
         return predictions[0] if len(predictions) == 1 else predictions
 
     def predict_only(self) -> list[Any]:

@@ -117,6 +117,8 @@ class FitLoop:
         number = self._schedule.agree()
         if not number and self._share.limit:
             length = length_of(self._share.loader)
+            if not length:  # the stage has warned of it
+                return 0
             raise no_batch_error(f"its length is {length}, and limit_train_batches={self._share.limit!r}.")
         if self._context.state.has_validation and number and not self._has_begun:
             if self._settings.check_val_every_n_epoch is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -90,6 +91,15 @@ def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerCo
                 remedy="return the optimizer that was given to the scheduler.",
             )
     return optimizers, configs
+
+
+def _warn_of_none(module: TrainingModule) -> None:
+    """Warn, as Lightning does, that nothing trains the module; by hand it may have optimizers of its own."""
+    if module.automatic_optimization and any(each.requires_grad for each in module.parameters()):
+        warnings.warn(
+            f"{type(module).__name__}.configure_optimizers() returned no optimizer: nothing is trained.",
+            stacklevel=2,
+        )
 
 
 def _split(returned: Any) -> tuple[list[Any], list[Any]]:
@@ -182,6 +192,8 @@ class OptimizerSet:
         self._module, self._precision = module, strategy.precision
         if not self.optimizers:
             self.optimizers, self.schedulers = configure(module)
+            if strategy.is_global_zero and not self.optimizers:
+                _warn_of_none(module)
             if self._is_sharded(strategy):
                 states = strategy.broadcast(states)
         for optimizer, state in zip(self.optimizers, states[0] if states else (), strict=False):

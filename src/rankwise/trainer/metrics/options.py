@@ -128,7 +128,7 @@ def number_of(name: str, value: Any) -> Tensor:
         argument=f"log({name!r}) value",
         value=tuple(value.shape) if isinstance(value, Tensor) else value,
         expected="a number, or a tensor with one element",
-        remedy=f'self.log("{name}", value.mean())',
+        remedy=f'self.log("{name}", {"value.mean()" if isinstance(value, Tensor) else "number"}).',
     )
 
 

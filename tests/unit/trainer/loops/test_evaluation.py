@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +113,18 @@ def test_no_module_yet(tmp_path: Path) -> None:
     """Without a module, now or before, there is nothing to evaluate."""
     with pytest.raises(LifecycleError, match=r"trainer\.fit"):
         trainer(tmp_path).test(dataloaders=loader())
+
+
+@pytest.mark.parametrize("options", [{}, {"return_predictions": False}])
+def test_predictions_of_nothing(tmp_path: Path, options: dict[str, Any]) -> None:
+    """A predict_step that returns nothing is told, where the predictions were asked for."""
+
+    class Silent(Line):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            pass
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(tmp_path).predict(Silent(), loader(4), **options)
+    texts = [str(each.message) for each in caught]
+    assert texts == ["Silent.predict_step() returned None for every batch."] * (not options)

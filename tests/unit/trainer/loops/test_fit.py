@@ -304,11 +304,27 @@ def test_data_without_a_batch(tmp_path: Path, epochs: int) -> None:
     assert train.current_epoch == epochs - 1
 
 
-@pytest.mark.parametrize(("train_data", "limit"), [(loader(0), 1.0), (loader(), 0.1), (loader(0), 3)])
-def test_an_empty_loader(tmp_path: Path, train_data: Any, limit: float) -> None:
-    """A loader without a batch, or with less than one within the limit, is an error and not an empty fit."""
+def test_less_than_one_batch(tmp_path: Path) -> None:
+    """A limit that leaves less than one batch is an error and not an empty fit."""
     with pytest.raises(ConfigurationError, match=r"no batch for this epoch.*\n.*limit_train_batches="):
-        trainer(tmp_path, limit_train_batches=limit).fit(Line(), train_data)
+        trainer(tmp_path, limit_train_batches=0.1).fit(Line(), loader())
+
+
+@pytest.mark.parametrize("limit", [1.0, 3])
+def test_an_empty_loader(tmp_path: Path, limit: float) -> None:
+    """A loader of no batches trains nothing, with a warning."""
+    train = trainer(tmp_path, limit_train_batches=limit, max_epochs=2)
+    with pytest.warns(UserWarning, match="The training loader is empty: its length is 0"):
+        train.fit(Line(), loader(0))
+    assert (train.global_step, train.current_epoch) == (0, 0)
+
+
+def test_an_empty_loader_of_a_fits_validation(tmp_path: Path) -> None:
+    """The fit trains without validation."""
+    train = trainer(tmp_path, max_epochs=1)
+    with pytest.warns(UserWarning, match="The validation loader is empty: its length is 0"):
+        train.fit(Line(), loader(), loader(0))
+    assert train.global_step > 0
 
 
 def test_no_loader(tmp_path: Path) -> None:
@@ -453,15 +469,17 @@ def test_samplers_are_told_the_epoch(tmp_path: Path) -> None:
     assert sampler.epoch == 2
 
 
-def test_nothing_to_optimise(tmp_path: Path) -> None:
-    """Without an optimizer the steps run, and nothing changes."""
+@pytest.mark.parametrize("returned", [None, []])
+def test_nothing_to_optimise(tmp_path: Path, returned: Any) -> None:
+    """Without an optimizer the steps run, and nothing changes; a warning says so."""
 
     class Fixed(Line):
-        def configure_optimizers(self) -> None:
-            return None
+        def configure_optimizers(self) -> Any:
+            return returned
 
     model, train = Fixed(), trainer(tmp_path)
-    train.fit(model, loader())
+    with pytest.warns(UserWarning, match=r"Fixed.configure_optimizers\(\) returned no optimizer"):
+        train.fit(model, loader())
     assert train.global_step == 4
     assert torch.equal(model.layer.weight, Line().layer.weight)
 
