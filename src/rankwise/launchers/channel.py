@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from enum import IntEnum
+from enum import IntEnum, unique
 from typing import final
 
 from rankwise.errors import ProcessGroupError
@@ -26,6 +26,7 @@ REQUEST_ID_SIZE = 8
 """How many bytes the number of a store request takes, which precedes the request and its reply."""
 
 
+@unique
 class Kind(IntEnum):
     """The type of a frame."""
 
@@ -40,9 +41,9 @@ class Kind(IntEnum):
     REQUEST = 9  # supervisor: stop training, because of this signal (its number)
     STOPPED = 10  # worker: as DONE, but training has stopped for this signal (its number)
     ELSEWHERE = 11  # worker: a rank of another node has failed; its record, as JSON
-    EXITED = 13  # worker: its script has ended by SystemExit; a record, for the case that others need it
     STORE_CANCEL = 12  # worker: it no longer waits for the reply to a request (its number)
     LEFT = 13  # worker: after a failure, the hooks that follow it have ended
+    EXITED = 14  # worker: its script has ended by SystemExit; a record, for the case that others need it
 
 
 _KINDS = frozenset(Kind)
