@@ -10,7 +10,8 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -19,6 +20,7 @@ import psutil
 
 from tests.helpers import processes
 from tests.helpers.load import slowdown
+from tests.helpers.preloaded import PreloadedInterpreter, Program, preloaded
 
 WITHOUT_COVERAGE: Mapping[str, str | None] = {"COVERAGE_PROCESS_START": None, "COVERAGE_PROCESS_CONFIG": None}
 """`env=` for a program whose time is measured."""
@@ -51,25 +53,22 @@ class RunningScript:
     """A running program; `finish` waits for its end. It prints to files, which no orphan can block."""
 
     def __init__(
-        self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str], stdin: str | None
+        self,
+        command: Sequence[str],
+        *,
+        cwd: Path,
+        env: Mapping[str, str],
+        stdin: str | None,
+        interpreter: PreloadedInterpreter | None = None,
     ) -> None:
         self.command = tuple(command)
         self._stdout: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by _close
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by _close
         self._marker = env[processes.MARKER]
         self._started = time.monotonic()
-        with tempfile.TemporaryFile() as stdin_file:
-            stdin_file.write((stdin or "").encode())
-            stdin_file.seek(0)
-            self.popen = subprocess.Popen(
-                self.command,
-                cwd=cwd,
-                env=env,
-                stdin=subprocess.DEVNULL if stdin is None else stdin_file,
-                stdout=self._stdout,
-                stderr=self._stderr,
-                start_new_session=True,
-            )
+        with _input(stdin) as stdin_file:
+            streams = (stdin_file, self._stdout, self._stderr)
+            self.popen: Program = _start(interpreter, self.command, cwd, env, streams)
 
     @property
     def pid(self) -> int:
@@ -182,6 +181,38 @@ class RunningScript:
         self._stderr.close()
 
 
+def _is_plain(command: Sequence[str]) -> bool:
+    """Tell whether a command runs a Python file with this interpreter, without flags."""
+    return len(command) > 1 and command[0] == sys.executable and command[1].endswith(".py")
+
+
+@contextmanager
+def _input(text: str | None) -> Iterator[IO[bytes]]:
+    """Provide a file to read from: with the text, or empty."""
+    with tempfile.TemporaryFile() if text is not None else open(os.devnull, "rb") as file:  # noqa: PTH123
+        if text is not None:
+            file.write(text.encode())
+            file.seek(0)
+        yield file
+
+
+def _start(
+    interpreter: PreloadedInterpreter | None,
+    command: Sequence[str],
+    cwd: Path,
+    env: Mapping[str, str],
+    streams: tuple[IO[bytes], IO[bytes], IO[bytes]],
+) -> Program:
+    """Start a command; with an interpreter, fork it from that."""
+    if interpreter is not None:
+        numbers = [stream.fileno() for stream in streams]
+        return interpreter.start(command[1:], cwd=cwd, env=env, streams=numbers)
+    stdin, stdout, stderr = streams
+    return subprocess.Popen(
+        command, cwd=cwd, env=env, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
+    )
+
+
 class ScriptRunner:
     """What the fixture `run_script` gives: call it to run a program, or `start` one to send it signals."""
 
@@ -198,6 +229,7 @@ class ScriptRunner:
         python_args: Sequence[str] = (),
         cwd: Path | None = None,
         stdin: str | None = None,
+        fresh: bool = False,
     ) -> ScriptResult:
         """Run a program, given as source text or as a path, to its end.
 
@@ -209,11 +241,16 @@ class ScriptRunner:
             python_args: the interpreter's arguments, such as `("-X", "utf8", "-O")`.
             cwd: the working directory; the test's `tmp_path` by default.
             stdin: what the program can read.
+            fresh: whether an interpreter of its own runs it. By default it is a fork of one that has imported
+                torch, which differs in `sys.modules` and in the frame below the program's own, and only then
+                if `env` and `python_args` change nothing that an interpreter or torch reads when it starts.
 
         Raises:
             AssertionError: when it runs too long, or leaves a process behind.
         """
-        running = self.start(source_or_path, *args, env=env, python_args=python_args, cwd=cwd, stdin=stdin)
+        running = self.start(
+            source_or_path, *args, env=env, python_args=python_args, cwd=cwd, stdin=stdin, fresh=fresh
+        )
         return running.finish(timeout=timeout)
 
     def start(
@@ -224,11 +261,12 @@ class ScriptRunner:
         python_args: Sequence[str] = (),
         cwd: Path | None = None,
         stdin: str | None = None,
+        fresh: bool = False,
     ) -> RunningScript:
         """Start a program, and return while it runs. Arguments as above."""
         path = self.write(source_or_path) if isinstance(source_or_path, str) else source_or_path
         return self.start_command(
-            [sys.executable, *python_args, str(path), *args], env=env, cwd=cwd, stdin=stdin
+            [sys.executable, *python_args, str(path), *args], env=env, cwd=cwd, stdin=stdin, fresh=fresh
         )
 
     def command(
@@ -239,9 +277,11 @@ class ScriptRunner:
         timeout: float = 90,
         cwd: Path | None = None,
         stdin: str | None = None,
+        fresh: bool = False,
     ) -> ScriptResult:
         """Run any command, such as `[sys.executable, "-m", "torch.distributed.run", ...]`, to its end."""
-        return self.start_command(command, env=env, cwd=cwd, stdin=stdin).finish(timeout=timeout)
+        running = self.start_command(command, env=env, cwd=cwd, stdin=stdin, fresh=fresh)
+        return running.finish(timeout=timeout)
 
     def start_command(
         self,
@@ -250,14 +290,20 @@ class ScriptRunner:
         env: Mapping[str, str | None] | None = None,
         cwd: Path | None = None,
         stdin: str | None = None,
+        fresh: bool = False,
     ) -> RunningScript:
-        """Start any command, and return while it runs."""
+        """Start any command, and return while it runs. A Python file without flags is forked, see above."""
         changes = env or {}
         variables = {name: value for name, value in os.environ.items() if name not in changes}
         variables |= {name: value for name, value in changes.items() if value is not None}
         outer = os.environ.get(processes.MARKER, str(os.getpid()))  # none is set for a module's fixture
         variables[processes.MARKER] = f"{outer}/{id(self)}/{len(self._running)}"
-        running = RunningScript(command, cwd=cwd or self.folder, env=variables, stdin=stdin)
+        interpreter = None
+        if not fresh and _is_plain(command) and preloaded().fits(variables):
+            interpreter = preloaded()
+        running = RunningScript(
+            command, cwd=cwd or self.folder, env=variables, stdin=stdin, interpreter=interpreter
+        )
         self._running.append(running)
         return running
 

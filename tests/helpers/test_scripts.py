@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import sys
 import time
+from typing import Any
 
 import psutil
 import pytest
 
+from tests.helpers import processes
 from tests.helpers.scripts import ScriptRunner
+from tests.process.helpers import with_tests
 
 LEAVE_A_SLEEPER = (
     "import subprocess; print(subprocess.Popen(['sleep', '60'], start_new_session={session}).pid)"
@@ -31,6 +35,76 @@ def test_a_result_comes_back(run_script: ScriptRunner) -> None:
     assert result.stdout == f"['--flag', 'a b'] value None {run_script.folder} 1\n"
     assert result.stderr == "to stderr\n"
     assert 0 < result.elapsed < 30
+
+
+STATE = """
+    import gc, json, os, random, signal, sys, threading, warnings
+    import torch, torch._dynamo
+
+    main = vars(sys.modules["__main__"])
+    print(json.dumps({
+        "command": [sys.argv, sys.orig_argv, sys.path, os.getcwd()],
+        "variables": {name: value for name, value in os.environ.items() if name not in sys.argv},
+        "main": {name: str(main[name]).partition(" at ")[0] for name in main if name.startswith("__")},
+        "session": [os.getsid(0) - os.getpid(), os.getpgid(0) - os.getpid()],
+        "descriptors": sorted(os.listdir("/proc/self/fd")),
+        "signals": [str(signal.getsignal(number)) for number in sorted(signal.valid_signals())],
+        "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+        "streams": [str(sys.stdin), str(sys.stdout), sys.stdout.line_buffering, sys.stdin.seekable()],
+        "flags": [str(sys.flags), sys.warnoptions, sys._xoptions, sys.getrecursionlimit(), gc.isenabled()],
+        "hooks": [sys.excepthook is sys.__excepthook__, len(sys.meta_path), threading.active_count()],
+        "filters": list(map(str, warnings.filters)),
+        "torch": [torch.get_num_threads(), torch.is_grad_enabled(), str(torch.get_default_dtype())],
+    }))
+    drawn = [random.random(), float(torch.rand(1)), __import__("numpy").random.rand()]
+    print(json.dumps(drawn))
+"""
+NOT_COMPARED = (processes.MARKER, "TORCHINDUCTOR_CACHE_DIR")  # the latter is set by torch._dynamo's import
+
+
+def test_a_fork_is_as_an_interpreter_of_its_own(run_script: ScriptRunner) -> None:
+    """What a program finds does not tell whether it was forked; random numbers are each program's own."""
+    results = [run_script(STATE, *NOT_COMPARED, fresh=fresh) for fresh in (True, False, False)]
+    alone, forked, other = (list(map(json.loads, result.stdout.splitlines())) for result in results)
+    assert alone[0] == forked[0] == other[0]
+    assert not set(forked[1]) & set(other[1])
+
+
+ENDS = {
+    "raise KeyboardInterrupt": -signal.SIGINT,
+    "def fail():\n    1 / 0\ntry:\n    fail()\nexcept ValueError:\n    pass": 1,
+    "x = (": 1,
+    "import sys\nsys.exit('text')": 1,
+    "raise SystemExit(7)": 7,
+    "import os\nos.kill(os.getpid(), 9)": -9,
+    "import sys\nsys.excepthook = lambda *args: sys.exit(args[2].tb_lineno)\nraise ValueError": 3,
+    "import atexit, sys\natexit.register(lambda: print(sys.excepthook is sys.__excepthook__))\n1 / 0": 1,
+    "import threading, time\nthreading.Thread(target=lambda: print(time.sleep(0.1))).start()": 0,
+}
+
+
+def test_a_fork_ends_as_an_interpreter_of_its_own(run_script: ScriptRunner) -> None:
+    """Exit code, traceback and exit hooks are the same."""
+    for source, code in ENDS.items():
+        alone, forked = (run_script(source, fresh=fresh) for fresh in (True, False))
+        assert alone.returncode == code
+        assert (forked.returncode, forked.stdout, forked.stderr) == (code, alone.stdout, alone.stderr)
+
+
+def is_preloaded(run_script: ScriptRunner, **options: Any) -> bool:
+    """Tell whether a program with these options is forked."""
+    return run_script("import sys; print('torch' in sys.modules)", **options).stdout == "True\n"
+
+
+def test_what_is_read_at_the_start_is_read(run_script: ScriptRunner) -> None:
+    """A program has an interpreter of its own for flags, variables that are read early, other modules."""
+    assert is_preloaded(run_script)
+    assert is_preloaded(run_script, env=with_tests({"RANK": "3"}))
+    assert not is_preloaded(run_script, env={"OMP_NUM_THREADS": "2"})
+    assert not is_preloaded(run_script, env={"PYTHONHASHSEED": "0"})
+    assert not is_preloaded(run_script, env={"PYTHONPATH": str(run_script.folder)})
+    assert not is_preloaded(run_script, python_args=["-O"])
+    assert not is_preloaded(run_script, fresh=True)
 
 
 def test_a_command_reads_stdin(run_script: ScriptRunner) -> None:
