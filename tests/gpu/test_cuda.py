@@ -114,7 +114,7 @@ def test_two_ranks_share_a_gpu_with_sync_batchnorm(run_script: ScriptRunner, tmp
 
 def test_fork_after_cuda_is_refused(run_script: ScriptRunner) -> None:
     """A process that has initialised CUDA is not forked: that is said, before anything starts."""
-    result = run_script(FORKED, timeout=100)
+    result = run_script(FORKED, timeout=100, fresh=True)
     assert result.returncode == 0, result
     assert result.stdout.count("refused:") == 1
     assert "CUDA" in result.stdout

@@ -113,8 +113,13 @@ class PreloadedInterpreter:
                 pass_fds=[other.fileno()],
                 start_new_session=True,
             )
-        processes.shared_pids.add(self._popen.pid)
+        processes.shared_pids.add(self.pid)
         self._receive(None)
+
+    @property
+    def pid(self) -> int:
+        """Its process's id."""
+        return self._popen.pid
 
     @property
     def has_ended(self) -> bool:
@@ -142,7 +147,13 @@ class PreloadedInterpreter:
         """
         number = next(self._numbers)
         marker = f"{processes.MARKER}={env[processes.MARKER]}"
-        request = {"number": number, "command": [*command], "cwd": str(cwd), "env": {**env}, "marker": marker}
+        request = {
+            "number": number,
+            "command": [*map(str, command)],
+            "cwd": str(cwd),
+            "env": {**env},
+            "marker": marker,
+        }
         socket.send_fds(self._channel, [json.dumps(request).encode()], list(streams))
         while (pid := self._facts.pop((number, "pid"), None)) is None:
             assert (number, "code") not in self._facts, f"{command} did not start:\n{self._printed()}"
@@ -160,7 +171,7 @@ class PreloadedInterpreter:
 
     def close(self) -> None:
         """End the interpreter; its programs continue."""
-        processes.shared_pids.discard(self._popen.pid)
+        processes.shared_pids.discard(self.pid)
         self._channel.close()
         self._popen.kill()
         self._popen.wait()
@@ -170,7 +181,10 @@ class PreloadedInterpreter:
         """Wait for an answer, and keep it; return False after the time."""
         if not select.select([self._channel], [], [], timeout_s)[0]:
             return False
-        text = self._channel.recv(1 << 12)
+        try:
+            text = self._channel.recv(1 << 12)
+        except ConnectionResetError:  # it has ended, and has not read all
+            text = b""
         assert text, f"the preloaded interpreter has ended with {self._popen.wait()}:\n{self._printed()}"
         answer = json.loads(text)
         number = answer.pop("number")

@@ -183,7 +183,7 @@ class RunningScript:
 
 def _is_plain(command: Sequence[str]) -> bool:
     """Tell whether a command runs a Python file with this interpreter, without flags."""
-    return len(command) > 1 and command[0] == sys.executable and command[1].endswith(".py")
+    return len(command) > 1 and command[0] == sys.executable and str(command[1]).endswith(".py")
 
 
 @contextmanager
@@ -242,8 +242,9 @@ class ScriptRunner:
             cwd: the working directory; the test's `tmp_path` by default.
             stdin: what the program can read.
             fresh: whether an interpreter of its own runs it. By default it is a fork of one that has imported
-                torch, which differs in `sys.modules` and in the frame below the program's own, and only then
-                if `env` and `python_args` change nothing that an interpreter or torch reads when it starts.
+                torch, if `env` and `python_args` change nothing that an interpreter or torch reads when it
+                starts. That differs in `sys.modules`, in the parent process, in what the garbage collector
+                looks at (what is imported already is frozen), and in a frame below the program's own.
 
         Raises:
             AssertionError: when it runs too long, or leaves a process behind.

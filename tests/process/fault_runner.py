@@ -6,10 +6,8 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from rankwise.checkpoint import TorchCheckpointIO
 from rankwise.errors import CheckpointError
 from tests.helpers import leak_checks, processes
 from tests.helpers.load import slowdown
+from tests.helpers.preloaded import ForkedProgram, PreloadedInterpreter
 from tests.process.fault_table import EXIT_S, OUTLIVES_S, UNDISTURBED, Cell, expected
 from tests.process.fault_tasks import CHECKPOINT, SCRIPT, STEPS, Fault, as_json, marker_of
 from tests.process.helpers import with_tests
@@ -54,48 +53,6 @@ class Outcome:
     output: str
 
 
-class _Driver:
-    """The process of `fault_driver.py`, which forks one main process for each job."""
-
-    def __init__(self, marker: str) -> None:
-        variables = {**os.environ, **{name: value or "" for name, value in with_tests().items()}}
-        variables[processes.MARKER] = marker
-        self._popen = subprocess.Popen(
-            [sys.executable, str(SCRIPT)],
-            env=variables,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self.pid = self._popen.pid
-        processes.shared_pids.add(self.pid)
-
-    def start(self, job: str) -> psutil.Process:
-        """Start a job; return its main process."""
-        assert self._popen.stdin is not None
-        self._popen.stdin.write(f"{job}\n")
-        self._popen.stdin.flush()
-        return psutil.Process(self._read_number())
-
-    def exit_code(self) -> int:
-        """Wait for the main process; return its exit code."""
-        return self._read_number()
-
-    def close(self) -> None:
-        """End the process, whatever it does."""
-        processes.shared_pids.discard(self.pid)
-        self._popen.kill()
-        with self._popen:
-            pass
-
-    def _read_number(self) -> int:
-        assert self._popen.stdout is not None
-        line = self._popen.stdout.readline()
-        assert line, f"the driver of the jobs has ended with {self._popen.wait()}"
-        return int(line)
-
-
 @dataclass(frozen=True)
 class _Watched:
     """What was seen of a job's processes; the times are of `time.monotonic`."""
@@ -110,14 +67,14 @@ class _Watched:
 class FaultRunner:
     """Runs one job after the other; a context manager.
 
-    All jobs are forked from one driver. After a job that could not be watched to its end, the driver may be
-    anywhere in its protocol: it is ended, and the next job has a new one.
+    All jobs are forked from one interpreter. After a job that could not be watched to its end, it is ended,
+    and the next job has a new one.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._number = 0
-        self.driver: _Driver | None = None
+        self.interpreter: PreloadedInterpreter | None = None
 
     def __call__(
         self,
@@ -157,23 +114,24 @@ class FaultRunner:
         )
 
     def close(self) -> None:
-        """End the driver."""
-        if self.driver is not None:
-            self.driver.close()
-        self.driver = None
+        """End the interpreter."""
+        if self.interpreter is not None:
+            self.interpreter.close()
+        self.interpreter = None
 
     def _run(self, fault: Fault, start_method: str, outlives_s: float) -> _Watched:
-        if self.driver is None:
-            self.driver = _Driver(f"{os.getpid()}-faults-{id(self)}")
+        if self.interpreter is None:
+            self.interpreter = PreloadedInterpreter(["tests.process.fault_tasks"], _variables({}))
         folder = Path(fault.folder)
         started_at_s = time.monotonic()
-        main = self.driver.start(as_json(fault, start_method))
+        program = _start(self.interpreter, folder, as_json(fault, start_method))
+        main = psutil.Process(program.pid)
         try:
             times = self._watch(main, fault, started_at_s, outlives_s)
             left = [processes.describe(process) for process in _living(main.pid, folder)]
         finally:
             processes.kill(_living(main.pid, folder))
-        return _Watched(started_at_s, *times, self.driver.exit_code(), left)
+        return _Watched(started_at_s, *times, program.wait(), left)
 
     def _watch(
         self, main: psutil.Process, fault: Fault, started: float, outlives_s: float
@@ -201,6 +159,21 @@ class FaultRunner:
                 return ranks_gone_at or now, now
             time.sleep(_POLL_S)
         return started + _MOST_S, started + _MOST_S
+
+
+def _variables(more: Mapping[str, str]) -> dict[str, str]:
+    found = with_tests(more)
+    return {**os.environ, **{name: value for name, value in found.items() if value is not None}}
+
+
+def _start(interpreter: PreloadedInterpreter, folder: Path, job: str) -> ForkedProgram:
+    """Start the main process of a job, with folders of its own."""
+    for name in ("tmp", "here", "saved"):
+        (folder / name).mkdir()
+    variables = _variables({"TMPDIR": str(folder / "tmp"), processes.MARKER: marker_of(folder)})
+    with open(os.devnull, "rb") as stdin, (folder / "output").open("ab") as output:  # noqa: PTH123
+        streams = [stdin.fileno(), output.fileno(), output.fileno()]
+        return interpreter.start([str(SCRIPT), job], cwd=folder / "here", env=variables, streams=streams)
 
 
 def files_left(folder: Path) -> list[str]:

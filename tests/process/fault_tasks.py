@@ -30,7 +30,7 @@ from tests.process.fault_table import GRACE_S, WHEN, Cell
 from tests.process.training_tasks import Regression, loader
 
 MESSAGE = "the fault of this test"
-SCRIPT = Path(__file__).with_name("fault_driver.py")
+SCRIPT = Path(__file__).with_name("fault_program.py")
 STEPS = 3
 CHECKPOINT = "saved/last.ckpt"
 """Where a job saves, in its folder."""

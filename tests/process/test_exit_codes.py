@@ -185,7 +185,7 @@ def test_what_is_caught_leaves_no_hook(case: str, outputs: Outputs) -> None:
 )
 def test_other_ways_to_start(method: str, how: str, way: str, code: int, run_script: ScriptRunner) -> None:
     """The same for the other start methods, with the Trainer and without."""
-    running = run_script.start(ONE, method, how, way)
+    running = run_script.start(ONE, method, how, way, fresh=True)
     result = running.finish(timeout=180, leftover_grace_s=20)  # a forkserver takes its time to unload torch
     assert result.returncode == code, result
     assert result.stderr.count("Worker global_rank=1 ") == 1, result

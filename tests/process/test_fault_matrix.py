@@ -67,11 +67,11 @@ def test_what_is_left_is_found(run: FaultRunner) -> None:
     assert len([line for line in outcome.left if line.endswith("sleep 60") and "caller" not in line]) == 2
 
 
-def test_a_broken_driver_is_replaced(run: FaultRunner) -> None:
+def test_a_broken_interpreter_is_replaced(run: FaultRunner) -> None:
     """Where the process that starts the jobs has ended, one job fails, and the next has a new process."""
     run(None, "fork")
-    assert run.driver is not None
-    os.kill(run.driver.pid, signal.SIGKILL)
+    assert run.interpreter is not None
+    os.kill(run.interpreter.pid, signal.SIGKILL)
     with pytest.raises((AssertionError, BrokenPipeError)):
         run(None, "fork")
     assert run(None, "fork").exit_code == 0

@@ -119,7 +119,7 @@ IMPORTS = """
 
 def test_forked_ranks_import_nothing(run_script: ScriptRunner) -> None:
     """What a fit needs beside torch is imported in the main process: once, and in memory that ranks share."""
-    assert run_script(IMPORTS).stdout == "[]\n[]\n"
+    assert run_script(IMPORTS, fresh=True).stdout == "[]\n[]\n"
 
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ COLLECTIONS = """
 
 def test_no_collection_while_importing(run_script: ScriptRunner) -> None:
     """No objects are walked by the garbage collector meanwhile, whose setting stays as it was."""
-    result = run_script(COLLECTIONS)
+    result = run_script(COLLECTIONS, fresh=True)
     assert result.stdout.splitlines() == ["collections 0 enabled True", "disabled True"], result
 
 
@@ -40,7 +40,7 @@ LATER = """
 
 def test_what_few_programs_need_is_imported_when_used(run_script: ScriptRunner) -> None:
     """The functions of lightning-utilities are its own, and have the launcher's rank then."""
-    result = run_script(LATER, env={"RANK": "3"})
+    result = run_script(LATER, env={"RANK": "3"}, fresh=True)
     assert result.stdout.splitlines() == ["False False", "True True", "rank 3"], result
 
 
@@ -52,4 +52,4 @@ def test_lightning_utilities_that_is_imported_already_gets_the_rank(run_script: 
 
         print(rank_zero_only.rank)
     """
-    assert run_script(code, env={"RANK": "3"}).stdout == "3\n"
+    assert run_script(code, env={"RANK": "3"}, fresh=True).stdout == "3\n"

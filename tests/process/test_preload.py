@@ -18,7 +18,7 @@ READ = """
 
 def test_who_only_reads_it_is_left_alone(run_script: ScriptRunner) -> None:
     """Importing the preload module does not change the exit code of a process, whatever its arguments."""
-    result = run_script(READ, "--start", "multiprocessing.forkserver")
+    result = run_script(READ, "--start", "multiprocessing.forkserver", fresh=True)
     assert (result.stdout, result.returncode) == ("0\n", 3), result
 
 

@@ -98,7 +98,7 @@ def test_a_changed_argv_and_directory_do_not_matter(run_script: ScriptRunner) ->
     (run_script.folder / "elsewhere").mkdir()
     run_script.write("import os, sys\nos.chdir('elsewhere')\nsys.argv[:] = ['other', '--gone']\n" + MAIN)
     command = [sys.executable, "script.py", "--kept"]
-    first, other = facts_of_ranks(run_script.command(command, cwd=run_script.folder))
+    first, other = facts_of_ranks(run_script.command(command, cwd=run_script.folder, fresh=True))
     assert first["cwd"] == other["cwd"] == str(run_script.folder / "elsewhere")
     assert other["argv"] == ["other", "--gone"]  # it does the same to its own
     assert other["orig_argv"] == ["script.py", "--kept"]
@@ -541,7 +541,7 @@ def test_the_working_directory_of_the_tests_is_not_needed(run_script: ScriptRunn
     (run_script.folder / "deep").mkdir()
     run_script.write(MAIN)
     command = [sys.executable, "../script.py"]
-    facts_of_ranks(run_script.command(command, cwd=run_script.folder / "deep"))
+    facts_of_ranks(run_script.command(command, cwd=run_script.folder / "deep", fresh=True))
 
 
 @pytest.mark.soak
@@ -551,7 +551,7 @@ def test_a_linked_script_is_found_again(run_script: ScriptRunner) -> None:
     run_script.write(MAIN, "real/script.py")
     link = run_script.folder / "link.py"
     link.symlink_to(run_script.folder / "real" / "script.py")
-    _, other = facts_of_ranks(run_script.command([sys.executable, str(link)]))
+    _, other = facts_of_ranks(run_script.command([sys.executable, str(link)], fresh=True))
     assert other["argv"] == [str(link)]
 
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.scripts import ScriptRunner
 from tests.helpers.shared import computed_once
 from tests.process.helpers import module_runner, with_tests
 
 SCRIPT = """
-    import json, os, random
+    import json, os, random, time
     import torch
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
     from rankwise import Trainer, TrainingModule, rank_zero_only, seed_everything
+    from rankwise.checkpoint import TorchCheckpointIO
+    from rankwise.errors import CheckpointError
+    from tests.process.training_tasks import Regression, loader, quiet_trainer
 
     class Norm(TrainingModule):
         def __init__(self):
@@ -71,6 +72,25 @@ SCRIPT = """
     torch.manual_seed(os.getpid())
     facts["predicted"] = torch.cat(new_trainer().predict(Late(), same)).flatten().tolist()
     facts["rank"] = trainer.global_rank
+
+    class SlowIO(TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint, path):
+            time.sleep(0.5)
+            super().save_checkpoint(checkpoint, path)
+
+    trainer = quiet_trainer("ddp", 2, max_steps=1, plugins=SlowIO())
+    trainer.fit(Regression(), loader(8, 4))
+    for path in ("checkpoints/first", "checkpoints/second"):
+        trainer.save_checkpoint(path)
+        facts[os.path.basename(path)] = os.path.exists(path)
+    try:
+        trainer.save_checkpoint("checkpoints")
+    except CheckpointError as error:
+        facts["error"] = str(error).partition("Fix")[0]
+    trainer.test(Regression(), loader(8, 4), verbose=False)
+    if trainer.is_global_zero:
+        trainer.save_checkpoint("checkpoints/of rank 0 alone")
+        facts["saved alone"] = os.path.exists("checkpoints/of rank 0 alone")
     print(json.dumps(facts), flush=True)
 """
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -82,54 +102,16 @@ def facts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """What each rank of the script prints, by rank."""
     with module_runner(tmp_path_factory.mktemp("script")) as runner:
         command = TORCHRUN if request.param == "torchrun" else (sys.executable,)
-        result = runner.command([*command, str(runner.write(SCRIPT))])
+        result = runner.command([*command, str(runner.write(SCRIPT))], env=with_tests())
     assert result.returncode == 0, result
     return sorted(map(json.loads, result.stdout.splitlines()), key=lambda facts: int(facts["rank"]))
 
 
-SAVING = """
-    import json, os, sys, time
-    from rankwise.checkpoint import TorchCheckpointIO
-    from rankwise.errors import CheckpointError
-    from tests.process.training_tasks import Regression, loader, quiet_trainer
-
-    class SlowIO(TorchCheckpointIO):
-        def save_checkpoint(self, checkpoint, path):
-            time.sleep(0.5)
-            super().save_checkpoint(checkpoint, path)
-
-    folder = sys.argv[1]
-    trainer = quiet_trainer("ddp", 2, max_steps=1, plugins=SlowIO())
-    trainer.fit(Regression(), loader(8, 4))
-    facts = {"rank": trainer.global_rank}
-    for name in ("first", "second"):
-        trainer.save_checkpoint(os.path.join(folder, name))
-        facts[name] = os.path.exists(os.path.join(folder, name))
-    try:
-        trainer.save_checkpoint(folder)
-    except CheckpointError as error:
-        facts["error"] = str(error).partition("Fix")[0]
-    trainer.test(Regression(), loader(8, 4), verbose=False)
-    if trainer.is_global_zero:
-        trainer.save_checkpoint(os.path.join(folder, "of rank 0 alone"))
-    print(json.dumps(facts), flush=True)
-"""
-
-
-@pytest.mark.parametrize("command", ["ddp", "torchrun"])
-def test_all_ranks_wait_for_a_checkpoint_after_a_fit(
-    command: str, tmp_path: Path, run_script: ScriptRunner
-) -> None:
+def test_all_ranks_wait_for_a_checkpoint_after_a_fit(facts: list[dict[str, Any]]) -> None:
     """It is complete when `save_checkpoint` returns, on any rank; a failure is raised on each."""
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    program = [*(TORCHRUN if command == "torchrun" else (sys.executable,)), str(run_script.write(SAVING))]
-    result = run_script.command([*program, str(folder)], env=with_tests())
-    assert result.returncode == 0, result
-    facts = sorted(map(json.loads, result.stdout.splitlines()), key=lambda facts: int(facts["rank"]))
     assert [(own["first"], own["second"]) for own in facts] == [(True, True)] * 2
     assert all("is a folder" in own["error"] for own in facts), facts
-    assert (folder / "of rank 0 alone").exists()
+    assert facts[0]["saved alone"]
 
 
 def test_ranks_are_known_before_the_first_fit(facts: list[dict[str, Any]]) -> None:

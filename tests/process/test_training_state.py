@@ -76,7 +76,7 @@ SPAWNED = """
 
 def test_the_caller_compiles_nothing(run_script: ScriptRunner) -> None:
     """It gets the optimizers of spawned processes without importing torch's compiler."""
-    result = run_script(SPAWNED, env=with_tests())
+    result = run_script(SPAWNED, env=with_tests(), fresh=True)
     assert result.stdout.splitlines() == ["{3} True", "False {}"], result
 
 
