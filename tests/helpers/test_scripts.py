@@ -124,6 +124,25 @@ def test_an_orphan_fails_the_test(run_script: ScriptRunner, *, session: bool) ->
         assert psutil.Process(orphan).status() == psutil.STATUS_ZOMBIE
 
 
+LEAVE_A_FORK = """
+    import os, time
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        os.write(writer, b"1")
+        time.sleep(60)
+    os.read(reader, 1)
+"""
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_forked_orphan_fails_the_test(fresh: bool, run_script: ScriptRunner) -> None:
+    """One that runs no other program is found by the variable that the program was started with."""
+    running = run_script.start(LEAVE_A_FORK, fresh=fresh)
+    with pytest.raises(AssertionError, match="left 1 processes behind"):
+        running.finish(leftover_grace_s=0.1)
+
+
 def test_a_program_that_hangs_fails_the_test(run_script: ScriptRunner) -> None:
     """A program over its time is killed, with what it printed in the message."""
     running = run_script.start("import time; print('I sleep', flush=True); time.sleep(60)")
