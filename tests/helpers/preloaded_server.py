@@ -124,7 +124,9 @@ def main_module(path: Path) -> ModuleType:
     module = ModuleType("__main__")
     module.__file__ = str(path)
     module.__loader__ = SourceFileLoader("__main__", str(path))
-    vars(module).update(__builtins__=sys.modules["builtins"], __cached__=None, __annotations__={})
+    own = vars(sys.modules["__main__"])
+    also = ("__annotations__", "__builtins__", "__cached__")  # as far as this version of Python sets them
+    vars(module).update({name: own[name] for name in also if name in own})
     sys.modules["__main__"] = module
     return module
 
