@@ -32,12 +32,25 @@ TORCH_VERSIONS = (
 """What touches private members of torch, and real processes: `.ci/torch` runs these on other versions."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that other versions of torch have to pass, too."""
+SLOW_FOLDERS = ("process", "docs", "programs", "fuzz")
+"""Their tests are of the tier `full`, if they have neither the marker `quick` nor `soak`."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests by their folders; leave the tier `full` out where the command names no path and no marker."""
     places = [HERE / place for place in TORCH_VERSIONS]
+    slow = [HERE / folder for folder in SLOW_FOLDERS]
     for item in items:
         if any(place in (item.path, *item.path.parents) for place in places):
             item.add_marker(pytest.mark.torch_versions)
+        has_tier = any(item.get_closest_marker(name) for name in ("quick", "soak"))
+        if not has_tier and any(folder in item.path.parents for folder in slow):
+            item.add_marker(pytest.mark.full)
+    names_no_path = config.args_source is config.ArgsSource.TESTPATHS
+    if names_no_path and config.option.markexpr in config.getini("addopts"):
+        full = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=full)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
 
 
 @pytest.fixture(autouse=True, scope="session")
