@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import faulthandler
-import itertools
+import functools
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import leak_checks, processes
+from tests.helpers import leak_checks
 from tests.helpers.at_startup import sitecustomize
 from tests.helpers.scripts import ScriptRunner
-
-_numbers = itertools.count()
 
 HERE = Path(__file__).parent
 TORCH_VERSIONS = (
@@ -38,19 +36,22 @@ SLOW_FOLDERS = ("process", "docs", "programs", "fuzz")
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests by their folders; leave the tier `full` out where the command names no path and no marker."""
-    places = [HERE / place for place in TORCH_VERSIONS]
-    slow = [HERE / folder for folder in SLOW_FOLDERS]
     for item in items:
-        if any(place in (item.path, *item.path.parents) for place in places):
+        if _is_in(item.path, TORCH_VERSIONS):
             item.add_marker(pytest.mark.torch_versions)
         has_tier = any(item.get_closest_marker(name) for name in ("quick", "soak"))
-        if not has_tier and any(folder in item.path.parents for folder in slow):
+        if not has_tier and _is_in(item.path, SLOW_FOLDERS):
             item.add_marker(pytest.mark.full)
     names_no_path = config.args_source is config.ArgsSource.TESTPATHS
     if names_no_path and config.option.markexpr in config.getini("addopts"):
         full = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=full)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+@functools.cache
+def _is_in(path: Path, places: Sequence[str]) -> bool:
+    return any(path.is_relative_to(HERE / place) for place in places)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -97,14 +98,10 @@ def _ranks_may_differ(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _check_for_leaks(temp_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Fail a test that leaves something behind. What it has left is removed before the next test."""
-    marker = f"{os.getpid()}-{next(_numbers)}"
-    os.environ[processes.MARKER] = marker
-    checks = leak_checks.all_checks(marker, temp_folder, tmp_path_factory.getbasetemp())
-    yield
-    problems = leak_checks.wait_until_clean(checks)
-    os.environ.pop(processes.MARKER, None)
-    if problems:
-        pytest.fail("This test did not leave things as they were:\n  " + "\n  ".join(problems), pytrace=False)
+    with leak_checks.new_marker() as marker:
+        checks = leak_checks.all_checks(marker, temp_folder, tmp_path_factory.getbasetemp())
+        yield
+        leak_checks.fail_if_changed(checks, "This test")
 
 
 @pytest.fixture(autouse=True)

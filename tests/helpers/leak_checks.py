@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import os
+import re
 import signal
+import stat
 import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,8 @@ from tests.helpers.load import slowdown
 
 REPOSITORY = Path(__file__).parents[2]
 _WRAPPERS = "torch.nn.parallel.distributed"
+_SIGNALS = tuple(signal.valid_signals() - {signal.SIGALRM})  # pytest-timeout uses SIGALRM
+_numbers = itertools.count()
 
 
 class Check(ABC):
@@ -35,17 +41,41 @@ class Check(ABC):
         """Restore the state for the next test."""
 
 
+@contextmanager
+def new_marker() -> Iterator[str]:
+    """Give the processes that are started meanwhile a marker of their own, and return it."""
+    os.environ[processes.MARKER] = marker = f"{os.getpid()}-{next(_numbers)}"
+    try:
+        yield marker
+    finally:
+        os.environ.pop(processes.MARKER, None)
+
+
+def fail_if_changed(checks: Iterable[Check], who: str) -> None:
+    """Clean up and fail the running test, or its teardown, if something is left behind."""
+    import pytest  # not by the ranks that use these checks
+
+    if problems := wait_until_clean(checks):
+        pytest.fail(f"{who} did not leave things as they were:\n  " + "\n  ".join(problems), pytrace=False)
+
+
 def wait_until_clean(checks: Iterable[Check], timeout_s: float = 2.0) -> list[str]:
     """Wait up to `timeout_s` (more on a busy machine) for problems to end; clean up and return the rest."""
     checks = list(checks)
+    if not (found := _problems(checks)):
+        return []
     deadline = time.monotonic() + timeout_s * slowdown()
-    while found := [problem for check in checks for problem in check.problems()]:
-        if time.monotonic() > deadline:
-            for check in checks:
-                check.clean_up()
-            return found
+    while found and time.monotonic() <= deadline:
         time.sleep(0.02)
-    return []
+        found = _problems(checks)
+    if found:
+        for check in checks:
+            check.clean_up()
+    return found
+
+
+def _problems(checks: Iterable[Check]) -> list[str]:
+    return [problem for check in checks for problem in check.problems()]
 
 
 class Environment(Check):
@@ -113,7 +143,7 @@ class SignalHandlers(Check):
                 signal.signal(number, self._before[number])
 
     def _handlers(self) -> dict[int, Callable[..., object] | int | None]:
-        return {number: signal.getsignal(number) for number in signal.valid_signals() - {signal.SIGALRM}}
+        return {number: signal.getsignal(number) for number in _SIGNALS}
 
 
 class ExceptHooks(Check):
@@ -294,41 +324,45 @@ class Files(Check):
 
     def _names(self) -> set[str]:
         try:
-            entries = list(self._folder.iterdir())
+            with os.scandir(self._folder) as entries:  # which knows without a further call what is a file
+                return {
+                    entry.name
+                    for entry in entries
+                    if not entry.name.startswith(self._but) and (not self._only_files or entry.is_file())
+                }
         except OSError:
             return set()
-        return {
-            entry.name
-            for entry in entries
-            if not entry.name.startswith(self._but) and (not self._only_files or entry.is_file())
-        }
 
 
 class SharedMemory(Files):
-    """Segments in /dev/shm, without those that a process outside of this test uses."""
+    """Segments in /dev/shm, without those that a process outside of this test uses.
 
-    def __init__(self) -> None:
+    A segment is removed if a process of this test has it open or mapped, or if its name says that such a
+    process created it. Any other may be another program's: it is only reported.
+    """
+
+    def __init__(self, marker: str = "no-marker") -> None:
         super().__init__(Path("/dev/shm"))
+        self._marker = marker
 
     def problems(self) -> list[str]:
-        new = self._names() - self._before
-        return [f"new file: {self._folder / name}" for name in sorted(new) if not self._is_foreign(name)]
+        return [f"new file: {self._folder / name}" for name in self._new()]
 
     def clean_up(self) -> None:
-        for name in self._names() - self._before:
-            if not self._is_foreign(name):
+        own = self._own_pids()
+        for name in self._new():
+            if _is_segment_of(own, self._folder / name):
                 (self._folder / name).unlink(missing_ok=True)
+        self._before |= set(self._new())
 
-    def _is_foreign(self, name: str) -> bool:
-        path = self._folder / name
-        own = {os.getpid(), *(process.pid for process in psutil.Process().children(recursive=True))}
-        try:
-            status = path.stat()
-            if status.st_uid != os.getuid():
-                return True
-        except OSError:  # gone by now
-            return True
-        return any(_uses(pid, str(path), status.st_ino) for pid in psutil.pids() if pid not in own)
+    def _new(self) -> list[str]:
+        if not (names := self._names() - self._before):
+            return []
+        foreign = set(psutil.pids()) - self._own_pids()
+        return sorted(name for name in names if not _is_foreign(self._folder / name, foreign))
+
+    def _own_pids(self) -> set[int]:
+        return {os.getpid(), *(process.pid for process in processes.started_here(self._marker))}
 
 
 class RankZeroOnly(Check):
@@ -347,8 +381,22 @@ class RankZeroOnly(Check):
 
 def all_checks(marker: str, temp_folder: Path, base_folder: Path) -> list[Check]:
     """Return all checks, each with the state before a test recorded."""
+    return [*costly_checks(marker, base_folder), *cheap_checks(temp_folder)]
+
+
+def costly_checks(marker: str, base_folder: Path) -> list[Check]:
+    """Return the checks that take longer the more processes, sockets or tests there are."""
     return [
-        Processes(marker),  # first: a process may hold the rest
+        SharedMemory(marker),  # before the processes whose segments it removes are killed
+        Processes(marker),  # before the rest, which a process may hold
+        ListeningSockets(),
+        Files(base_folder, only_files=True),  # the folders in it are pytest's tmp_path of each test
+    ]
+
+
+def cheap_checks(temp_folder: Path) -> list[Check]:
+    """Return the checks that together take less than a millisecond."""
+    return [
         Threads(),
         ProcessGroup(),
         Environment(),
@@ -357,11 +405,8 @@ def all_checks(marker: str, temp_folder: Path, base_folder: Path) -> list[Check]
         ExceptHooks(),
         TorchSettings(),
         TorchFunctions(),
-        ListeningSockets(),
         RankZeroOnly(),
-        SharedMemory(),
         Files(temp_folder, but=TEMPORARY),
-        Files(base_folder, only_files=True),  # the folders in it are pytest's tmp_path of each test
         Files(REPOSITORY, but=CACHES),
     ]
 
@@ -390,6 +435,32 @@ def _rank() -> int | None:
 
 def _set_rank(rank: int | None) -> None:
     setattr(rank_zero_only, "rank", rank)  # noqa: B010 -- mypy knows no attributes of functions
+
+
+_NAMED_BY_PID = re.compile(r"(?:torch_|pym-)(\d+)[_-]")  # names that torch and multiprocessing give
+
+
+def _is_foreign(path: Path, foreign: Iterable[int]) -> bool:
+    """Tell whether another user, or one of these processes, has this file in /dev/shm."""
+    try:
+        status = path.stat()
+    except OSError:  # gone by now
+        return True
+    return status.st_uid != os.getuid() or any(_uses(pid, str(path), status.st_ino) for pid in foreign)
+
+
+def _is_segment_of(pids: set[int], path: Path) -> bool:
+    """Tell whether one of these processes uses this file in /dev/shm, or created it under its own number."""
+    try:
+        status = path.stat()
+    except OSError:  # gone by now
+        return False
+    if not stat.S_ISREG(status.st_mode):
+        return False
+    creator = _NAMED_BY_PID.match(path.name)
+    return (creator is not None and int(creator[1]) in pids) or any(
+        _uses(pid, str(path), status.st_ino) for pid in pids
+    )
 
 
 def _uses(pid: int, path: str, inode: int) -> bool:

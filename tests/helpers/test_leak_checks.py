@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -29,6 +30,15 @@ def caught(check: leak_checks.Check) -> str:
 def test_nothing_is_found_where_nothing_has_changed(tmp_path: Path) -> None:
     """Without a change nothing is reported."""
     assert leak_checks.wait_until_clean(leak_checks.all_checks("nobody", tmp_path, tmp_path)) == []
+
+
+def test_the_failure_says_who(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The failure names the test or its module, and what was left behind."""
+    checks = [leak_checks.Environment()]
+    monkeypatch.setenv("RW_PLANTED", "new")
+    expected = r"^One of the tests of m\.py \(test_a, test_b\) did not leave .*\n  os.environ\['RW_PLANTED'\]"
+    with pytest.raises(pytest.fail.Exception, match=expected):
+        leak_checks.fail_if_changed(checks, "One of the tests of m.py (test_a, test_b)")
 
 
 @pytest.mark.parametrize("value", ["changed", None])
@@ -202,29 +212,68 @@ def test_a_new_file_is_found(tmp_path: Path) -> None:
     assert caught(check) == f"new file: {tmp_path / 'planted'}"
 
 
-def test_a_shared_memory_segment_is_found() -> None:
-    """A segment that nobody uses any more is named and removed; one in use elsewhere is not."""
+@pytest.fixture
+def planted() -> Iterator[Path]:
+    """Return a path in /dev/shm, which is removed in the end."""
+    path = Path(f"/dev/shm/rw_planted_{os.getpid()}")
+    yield path
+    path.unlink(missing_ok=True)
+
+
+# Opens a file while its stdin is open; it prints its pid when it has.
+HOLDER = "import os, sys; file = open(sys.argv[1], 'w'); print(os.getpid(), flush=True); sys.stdin.read()"
+# Starts such a program which it does not wait for, and in which nothing tells of this process.
+STRANGER = """
+import os, subprocess, sys
+subprocess.Popen([sys.executable, *sys.argv[1:]], env={}, start_new_session=True)
+"""
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_shared_memory_segment_is_found(is_ours: bool, planted: Path) -> None:
+    """A segment that a child of ours uses is removed; one that another program uses is not reported."""
     check = leak_checks.SharedMemory()
-    ours, theirs = (Path(f"/dev/shm/rw_planted_{whose}_{os.getpid()}") for whose in ("ours", "theirs"))
+    command = ["-c", HOLDER, str(planted)] if is_ours else ["-c", STRANGER, "-c", HOLDER, str(planted)]
+    with subprocess.Popen(
+        [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        user = int(process.stdout.readline())
+        if not is_ours:
+            process.wait(5)
+        assert leak_checks._uses(user, str(planted), planted.stat().st_ino)
+        found = caught(check)
+    assert (str(planted) in found, planted.exists()) == (is_ours, not is_ours)
+
+
+@pytest.mark.parametrize("name", ["torch_{}_7_0", "pym-{}-abc"])
+def test_a_segment_with_our_number_is_removed(name: str) -> None:
+    """A segment that nobody uses any more is this test's if its name says that this process created it."""
+    check = leak_checks.SharedMemory()
+    path = Path("/dev/shm", name.format(os.getpid()))
+    path.touch()
+    assert str(path) in caught(check)
+    assert not path.exists()
+
+
+def test_another_programs_segment_stays(planted: Path) -> None:
+    """A segment that nobody uses, and that may be another program's, is reported but not removed."""
+    check = leak_checks.SharedMemory()
+    planted.touch()
+    assert str(planted) in caught(check)
+    assert planted.exists()
+
+
+def test_a_folder_in_shared_memory_is_found(planted: Path) -> None:
+    """A folder is reported but not removed."""
+    check = leak_checks.SharedMemory()
+    planted.mkdir()
     try:
-        # What lies there used by nobody is found by the tests of other processes as well: it does so shortly.
-        code = "import sys; file = open(sys.argv[1], 'w'); print(flush=True); sys.stdin.read()"
-        with subprocess.Popen(
-            [sys.executable, "-c", code, str(theirs)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        ) as user:
-            assert user.stdin is not None
-            assert user.stdout is not None
-            user.stdout.readline()
-            assert str(theirs) in " ".join(check.problems()), "a user that is our own child is no excuse"
-            assert leak_checks._uses(user.pid, str(theirs), theirs.stat().st_ino)
-            ours.touch()
-            assert str(ours) in " ".join(check.problems())
-            user.stdin.close()
-        assert str(ours) in caught(check)
-        assert not ours.exists()
+        assert str(planted) in caught(check)
+        assert planted.is_dir()
     finally:
-        ours.unlink(missing_ok=True)
-        theirs.unlink(missing_ok=True)
+        planted.rmdir()
 
 
 def test_a_semaphore_in_use_is_known() -> None:

@@ -1,15 +1,40 @@
-"""Ranks without processes."""
+"""Fixtures of the unit tests: leak checks once per module where they are costly; ranks without processes."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from rankwise.monitoring.heartbeat import HeartbeatReader, MonitoredRank
 from rankwise.processes.shared_memory import create_memory_file
 from rankwise.ranks import RankInfo
+from tests.helpers import leak_checks
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _tests_that_ran(
+    request: pytest.FixtureRequest, temp_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[str]]:
+    """Fail a module whose tests leave something behind that takes long to find; collect their names."""
+    with leak_checks.new_marker() as marker:
+        checks = leak_checks.costly_checks(marker, tmp_path_factory.getbasetemp())
+        names: list[str] = []
+        yield names
+        leak_checks.fail_if_changed(checks, f"One of the tests of {request.node.nodeid} ({', '.join(names)})")
+
+
+@pytest.fixture(autouse=True)
+def _check_for_leaks(
+    request: pytest.FixtureRequest, temp_folder: Path, _tests_that_ran: list[str]
+) -> Iterator[None]:
+    """Fail a test that leaves something behind that is found at once; other folders have all checks here."""
+    _tests_that_ran.append(request.node.name)
+    checks = leak_checks.cheap_checks(temp_folder)
+    yield
+    leak_checks.fail_if_changed(checks, "This test")
 
 
 @pytest.fixture
