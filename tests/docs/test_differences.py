@@ -19,9 +19,9 @@ from rankwise.errors import MissingNameError, RankwiseError
 from rankwise.lightning import _modules
 from rankwise.trainer import arguments, hooks
 from tests.docs.test_migrating import problems
-from tests.helpers.needs import need_package
+from tests.helpers.needs import need_installed
 
-need_package("lightning")
+need_installed("lightning")
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what Lightning and its dependencies warn of
 

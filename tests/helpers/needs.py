@@ -18,14 +18,16 @@ def need_package(name: str) -> None:
 
 
 def need_installed(*names: str) -> None:
-    """Skip where a package is not installed, without importing any; in CI that is an error.
+    """Skip a test, or a module that calls this, where a package is not installed; in CI that is an error.
 
-    For tests whose programs import them: that may take seconds.
+    The packages are not imported, which takes seconds with some and would delay each collection.
     """
     for name in names:
         if importlib.util.find_spec(name) is None:
             missing = f"{name} is not installed"
-            (pytest.fail if is_ci() else pytest.skip)(missing)
+            if is_ci():
+                pytest.fail(missing)
+            pytest.skip(missing, allow_module_level=True)
 
 
 def is_ci() -> bool:

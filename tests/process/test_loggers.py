@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from tests.helpers.logger_files import OfflineRun, offline_runs, scalars, variables
-from tests.helpers.needs import need_package
+from tests.helpers.needs import need_installed
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import with_tests
 
-for package in ("tensorboard", "wandb", "mlflow"):
-    need_package(package)
+need_installed("tensorboard", "wandb", "mlflow")
 
 pytestmark = pytest.mark.timeout(600)  # on a busy machine the three libraries take minutes to import
 

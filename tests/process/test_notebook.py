@@ -13,11 +13,10 @@ import psutil
 import pytest
 
 from rankwise.processes.signals import INTERRUPT_NOTICE
-from tests.helpers.needs import need_package
+from tests.helpers.needs import need_installed
 from tests.helpers.processes import wait_until_gone
 
-need_package("nbclient")
-need_package("ipykernel")
+need_installed("nbclient", "ipykernel")
 
 DEFINE = """
 import os, time, torch

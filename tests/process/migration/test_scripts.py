@@ -16,12 +16,11 @@ import pytest
 import torch
 
 from tests.helpers.logger_files import variables
-from tests.helpers.needs import need_package
+from tests.helpers.needs import need_installed
 from tests.helpers.scripts import WITHOUT_COVERAGE, RunningScript, ScriptRunner
 from tests.process.helpers import module_runner
 
-for _package in ("lightning", "wandb"):
-    need_package(_package)
+need_installed("lightning", "wandb")
 
 pytestmark = pytest.mark.timeout(900)  # two programs with all scripts, in the fixture of the first test
 

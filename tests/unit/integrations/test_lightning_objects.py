@@ -16,10 +16,10 @@ from torch import nn
 
 from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.trainer import DataModule, TrainingModule
-from tests.helpers.needs import need_package
+from tests.helpers.needs import need_installed
 from tests.unit.trainer.helpers import loader, trainer
 
-need_package("lightning")
+need_installed("lightning")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what Lightning and its dependencies warn of
 
 

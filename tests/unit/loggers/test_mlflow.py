@@ -11,9 +11,9 @@ import torch
 from rankwise.errors import ConfigurationError
 from rankwise.loggers import MLFlowLogger
 from rankwise.loggers.base import NoExperiment
-from tests.helpers.needs import need_package
+from tests.helpers.needs import need_installed
 
-need_package("mlflow")
+need_installed("mlflow")
 
 
 def client(folder: Path) -> Any:

@@ -13,10 +13,10 @@ from torch import Tensor
 from rankwise.loggers import TensorBoardLogger
 from rankwise.loggers.base import NoExperiment
 from tests.helpers.logger_files import event_files, events, scalars
-from tests.helpers.needs import need_package
+from tests.helpers.needs import need_installed
 from tests.unit.trainer.helpers import Line, loader, trainer
 
-need_package("tensorboard")
+need_installed("tensorboard")
 
 
 def test_metrics(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from rankwise.errors import ConfigurationError
 from rankwise.loggers import WandbLogger
 from rankwise.loggers.base import NoExperiment
 from tests.helpers.logger_files import OfflineRun, offline_runs
-from tests.helpers.needs import need_package
+from tests.helpers.needs import need_installed
 from tests.helpers.scripts import ScriptRunner
 
-need_package("wandb")
+need_installed("wandb")
 
 
 def recorded(folder: Path) -> list[OfflineRun]:
