@@ -130,10 +130,17 @@ def test_a_file_gets_lines_in_between(
 
 
 def test_it_can_travel(tmp_path: Path) -> None:
-    """A bar that has been drawn can be pickled."""
+    """A bar that is being drawn can be pickled, and is as before the fit when it is loaded."""
     bar = TQDMProgressBar(leave=True)
-    trainer(tmp_path, callbacks=bar, enable_progress_bar=True).fit(Line(), loader())
-    assert pickle.loads(pickle.dumps(bar)).leave
+    pickled = []
+
+    class Pickling(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            pickled.append(pickle.dumps(bar))
+            return super().training_step(batch, batch_idx)
+
+    trainer(tmp_path, callbacks=bar, enable_progress_bar=True).fit(Pickling(), loader())
+    assert vars(pickle.loads(pickled[-1])) == vars(TQDMProgressBar(leave=True))
 
 
 def test_without_tqdm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,10 +81,10 @@ def test_gathering_objects_on_an_unknown_rank() -> None:
 
 
 def test_rank_zero_first_alone() -> None:
-    """Without a process group the block runs at once."""
-    with rank_zero_first(local=True):
-        done = True
-    assert done
+    """Without a process group the block runs at once, may call collectives, and raises what it raises."""
+    with pytest.raises(Wordless), rank_zero_first(local=True):
+        refuse_lone_call("a collective", None)
+        raise Wordless
 
 
 class Gone(torch.distributed.HashStore):

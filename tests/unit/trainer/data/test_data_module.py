@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import IterableDataset, RandomSampler
 
-from rankwise import DataModule, Trainer
+from rankwise import DataModule
 from rankwise.callbacks import Callback, ModelCheckpoint
 from rankwise.errors import CheckpointError, ConfigurationError, InvalidTypeError
 from rankwise.trainer.data.data_hooks import TRANSFER_HOOKS, DataHooks, prepares_data
@@ -339,8 +339,7 @@ def test_transfer_hooks_get_the_number_of_the_loader(tmp_path: Path) -> None:
 
 def test_no_warning_without_reason(tmp_path: Path) -> None:
     """A fit with a data module warns of nothing."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         trainer(tmp_path).fit(Line(), Numbers())
-    assert isinstance(Trainer.fit.__doc__, str)
-    assert isinstance(Numbers().train_dataloader(), DataLoader)
+    assert [str(warning.message) for warning in caught] == []
