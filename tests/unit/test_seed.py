@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -18,7 +19,6 @@ import rankwise
 from rankwise import seed_everything
 from rankwise.errors import InvalidArgumentError, InvalidTypeError
 from rankwise.seed import isolated_random_state
-from tests.helpers.scripts import ScriptRunner
 
 
 def draws() -> tuple[float, float, float]:
@@ -121,42 +121,23 @@ def test_verbose(caplog: pytest.LogCaptureFixture) -> None:
             seed_everything(5, **{flag: None})  # type: ignore[arg-type]  # refused
 
 
-SEEDED_MEANWHILE = """
-    import gc
-    import threading
+class Watched(torch.Generator):
+    """Writes down whether garbage may be collected while torch has locked the generator."""
 
-    import torch
-    from rankwise.seed import get_random_state, isolated_random_state
+    def __init__(self) -> None:
+        super().__init__()
+        self.collecting: list[bool] = []
 
-    def seed():
-        while not is_done:
-            torch.manual_seed(0)
-
-    def make_garbage():
-        gc.disable()
-        cycle = [torch.nn.Parameter(torch.ones(1)) for _ in range(30)]
-        for parameter in cycle:
-            parameter.grad = torch.ones(1)
-            parameter.grad.note = "of a Python object"
-        cycle.append(cycle)
-        gc.enable()
-
-    is_done = False
-    thread = threading.Thread(target=seed)
-    thread.start()
-    own = torch.Generator()
-    gc.set_threshold(1)
-    for _ in range(100):
-        make_garbage()
-        get_random_state(torch.device("cpu"))
-        make_garbage()
-        with isolated_random_state(0, own):
-            pass
-    is_done = True
-    thread.join()
-"""
+    def get_state(self) -> torch.Tensor:
+        self.collecting.append(gc.isenabled())
+        return super().get_state()
 
 
-def test_a_thread_seeds_meanwhile(run_script: ScriptRunner) -> None:
-    """A garbage collection while torch has locked its generator does not wait for that thread for ever."""
-    assert run_script(SEEDED_MEANWHILE).returncode == 0
+def test_no_collection_while_a_generator_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A garbage collection could wait for a thread that waits for torch's generator."""
+    monkeypatch.setattr(torch, "default_generator", default := Watched())
+    own = Watched()
+    with isolated_random_state(0, own):
+        pass
+    assert (default.collecting, own.collecting) == ([False], [False])
+    assert gc.isenabled()
