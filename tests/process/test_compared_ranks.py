@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 
+from rankwise.callbacks import Callback
 from rankwise.errors import RankMismatchError, WorkerRaisedError
 from tests.helpers.scripts import ScriptRunner
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
@@ -56,9 +58,20 @@ def test_scripts(command: tuple[str, ...], run_script: ScriptRunner) -> None:
     assert "the values of parameter 'net.2.bias'" in result.stderr, result
 
 
+class Gathered(Callback):
+    """Keeps the value that `Drift` changes, of each rank."""
+
+    biases: Any
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.biases = trainer.strategy.all_gather(module.net[2].bias.detach()).flatten().tolist()
+
+
 @pytest.mark.ranks_may_differ("the test shows that the marker works")
 @pytest.mark.parametrize("start_method", METHODS)
 def test_not_compared(start_method: str) -> None:
     """A test with the marker may end with ranks that differ."""
-    trainer = fit_one_step(ddp(start_method), callbacks=[Drift()])
-    assert trainer.global_step == 1
+    gathered = Gathered()
+    fit_one_step(ddp(start_method), callbacks=[Drift(), gathered])
+    first, second = gathered.biases
+    assert second == pytest.approx(first + 1)
