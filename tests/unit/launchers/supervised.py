@@ -1,0 +1,237 @@
+"""Ranks for a supervisor, without processes: a test sends their frames and ends their processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+
+from rankwise.errors import WorkerError
+from rankwise.failures.record import FailureRecord
+from rankwise.launchers.channel import REQUEST_ID_SIZE, FrameReader, Kind, frame
+from rankwise.launchers.supervisor import SupervisionOptions, Supervisor
+from rankwise.monitoring.heartbeat import HeartbeatReader
+from rankwise.processes.shared_memory import create_memory_file
+from rankwise.processes.started_process import StartedProcess
+from rankwise.ranks import RankInfo
+from rankwise.stores.private import pack_fields
+
+LIMIT_S = 20.0  # nothing here takes so long, unless it hangs
+NEVER_S = 1e6
+SHORT_S = 0.005
+GONE = 1 << 22  # no process has such an id
+LOST_PEER = "Connection closed by peer"
+
+
+class ScriptedProcess(StartedProcess):
+    """The stand-in for a process: a pipe in place of its pidfd, which is closed when the test ends it."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.was_killed = False
+        self.is_killable = True
+        self.wait_error: Exception | None = None
+        self._status: int | None = None
+        self._end_descriptor, self._write_end = os.pipe()
+        self._ending = threading.Lock()
+
+    def end(self, status: int | None) -> None:
+        """End the process, unless it has ended."""
+        with self._ending:
+            if self._write_end >= 0:
+                self._status = status
+                os.close(self._write_end)
+                self._write_end = -1
+
+    def wait(self) -> int | None:
+        if self.wait_error is not None:
+            raise self.wait_error
+        return self._reap()
+
+    def _reap(self) -> int | None:
+        return self._status
+
+    def send_signal(self, number: int) -> None:
+        if number == signal.SIGKILL and self.is_killable:
+            self.end(-number)
+
+    def close(self) -> None:
+        self.end(None)
+        os.close(self._end_descriptor)
+
+
+class Rank:
+    """A rank as the test plays it: its end of the channel, its heartbeat, its process."""
+
+    def __init__(self, ranks: RankInfo, process: ScriptedProcess | None) -> None:
+        self.ranks = ranks
+        self.theirs, self.sock = socket.socketpair()
+        self.sock.settimeout(LIMIT_S)
+        self.heartbeat = create_memory_file()
+        self._process = process
+        self._received: list[tuple[Kind, bytes]] = []
+        self._reader = FrameReader()
+
+    @property
+    def process(self) -> ScriptedProcess:
+        """The process that stands for this rank, unless it runs in the launching process."""
+        assert self._process is not None
+        return self._process
+
+    @property
+    def pid(self) -> int:
+        return 0 if self._process is None else self._process.pid
+
+    def add_to(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        supervisor.add(self.ranks, self.theirs, self._process, HeartbeatReader(self.heartbeat))
+
+    def send(self, kind: Kind, payload: bytes = b"") -> None:
+        self.sock.sendall(frame(kind, payload))
+
+    def receive(self) -> tuple[Kind, bytes]:
+        """Return the next frame from the supervisor."""
+        while not self._received:
+            self._received.extend(self._reader.feed(self.sock.recv(1 << 16)))
+        return self._received.pop(0)
+
+    def request(self, *fields: bytes, number: int = 1) -> None:
+        """Send a request to the private store."""
+        self.send(Kind.STORE_REQUEST, number.to_bytes(REQUEST_ID_SIZE, "big") + pack_fields(fields))
+
+    def received(self) -> list[tuple[Kind, bytes]]:
+        """Return the frames that the supervisor has sent after all that has happened so far."""
+        wait_until_handled(self._supervisor)
+        self.sock.setblocking(False)
+        with suppress(BlockingIOError):
+            while True:
+                self._received.extend(self._reader.feed(self.sock.recv(1 << 16)))
+        self.sock.settimeout(LIMIT_S)
+        received, self._received = self._received, []
+        return received
+
+    def record(self, kind: str = "ValueError", text: str = "", **facts: Any) -> FailureRecord:
+        """Return the record of an exception of this rank."""
+        facts = {"exception_type": kind, "exception_message": text, **facts}
+        return FailureRecord.of_rank(self.ranks, self.pid, **facts)
+
+    def fail(self, kind: str = "ValueError", text: str = "", **facts: Any) -> None:
+        """Report an exception."""
+        self.send(Kind.FAILURE, self.record(kind, text, **facts).to_json())
+
+    def lose_peer(self) -> None:
+        """Report the consequence of another rank's failure."""
+        self.fail("RuntimeError", LOST_PEER, is_consequence=True)
+
+    def exit(self, status: int | None = 0) -> None:
+        """End the process: the kernel closes its files first."""
+        self.sock.close()
+        self.process.end(status)
+
+    def close(self) -> None:
+        self.sock.close()
+        os.close(self.heartbeat)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def wait_until_handled(supervisor: Supervisor) -> None:
+    """Wait until the supervisor has handled all that has happened so far.
+
+    In the first pass its loop has perhaps begun before; the calls of the third come after all events.
+    """
+    is_handled = threading.Event()
+    call: Callable[[], None] = is_handled.set
+    for _ in range(3):
+        call = partial(supervisor._loop.call_soon, call)
+    call()
+    assert is_handled.wait(LIMIT_S)
+
+
+class Job:
+    """A supervisor and its ranks."""
+
+    def __init__(
+        self,
+        ranks: Sequence[Rank],
+        options: SupervisionOptions,
+        on_failure: Callable[[FailureRecord], None] | None,
+    ) -> None:
+        self.reported: list[FailureRecord] = []
+        self.supervisor = Supervisor(options, on_failure or self.reported.append)
+        self._ranks = ranks
+        for rank in ranks:
+            rank.add_to(self.supervisor)
+
+    def __getitem__(self, global_rank: int) -> Rank:
+        return self._ranks[global_rank]
+
+    def begin(self, *, until_exit: bool = True) -> None:
+        """Start to watch, and begin the first job, which all ranks have started for."""
+        for rank in self._ranks:
+            rank.send(Kind.HELLO)
+        self.supervisor.start()
+        self.supervisor.begin_job(until_exit)
+
+    def send_all(self, kind: Kind, payload: bytes = b"") -> None:
+        for rank in self._ranks:
+            rank.send(kind, payload)
+
+    def is_over(self) -> bool:
+        """Return whether `wait_job` would return, after all that has happened so far."""
+        wait_until_handled(self.supervisor)
+        return self.supervisor._settled.is_set()
+
+    def failure(self) -> WorkerError:
+        """Return the error that `wait_job` raises."""
+        with pytest.raises(WorkerError) as raised:
+            self.supervisor.wait_job()
+        return raised.value
+
+    def close(self) -> None:
+        self.supervisor.close()
+        for rank in self._ranks:
+            rank.close()
+
+
+Supervise = Callable[..., Job]
+
+
+def make_job(
+    size: int = 2,
+    *,
+    here: bool = False,
+    pid: int = GONE,
+    grace_period_s: float = SHORT_S,
+    on_failure: Callable[[FailureRecord], None] | None = None,
+    **options: Any,
+) -> Job:
+    """Return a job of `size` ranks on one node; `here` is whether rank 0 is in this process.
+
+    The system has no processes of the ranks, but where `pid` names one that stands for all.
+    """
+    base = SupervisionOptions(grace_period_s=grace_period_s, init_timeout=timedelta(seconds=LIMIT_S))
+    ranks = [
+        Rank(
+            RankInfo(number, number, 0, size, size, 1),
+            None if here and number == 0 else ScriptedProcess(pid),
+        )
+        for number in range(size)
+    ]
+    return Job(ranks, replace(base, **options), on_failure)

@@ -1,0 +1,648 @@
+"""What a supervisor makes of the frames and the ends of its ranks, which are sockets and stand-ins here."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+
+import pytest
+
+from rankwise.errors import WorkerExitedError, WorkerKilledError, WorkerRaisedError
+from rankwise.launchers import supervisor
+from rankwise.launchers.channel import REQUEST_ID_SIZE, Kind, frame
+from rankwise.monitoring import stragglers
+from rankwise.processes.signals import StoppedBySignal
+from tests.unit.launchers.supervised import GONE, LOST_PEER, NEVER_S, SHORT_S, Supervise, wait_until
+
+STOP, OVER = (Kind.STOP, b""), (Kind.OVER, b"")
+
+
+# -------------------------------------------------------------------------------------- the end of a job
+
+
+def test_a_job_is_over_when_all_are_done(supervise: Supervise) -> None:
+    """Not before the last one, and nobody is told to stop; no exit is awaited."""
+    job = supervise()
+    job.begin(until_exit=False)
+    assert not job.is_over()
+    job[0].send(Kind.DONE)
+    assert not job.is_over()
+    job[1].send(Kind.DONE)
+    job.supervisor.wait_job()
+    assert [job[0].received(), job[1].received()] == [[], []]
+
+
+def test_a_job_until_exit_is_over_with_the_last_process(supervise: Supervise) -> None:
+    """Ranks that are done may take their time to leave; one in the launching process does not leave."""
+    job = supervise(3, here=True)
+    job.begin(until_exit=True)
+    job.send_all(Kind.DONE)
+    job[1].exit()
+    assert not job.is_over()
+    assert not job.supervisor.all_ended()
+    job[2].exit()
+    job.supervisor.wait_job()
+    assert job.supervisor.all_ended()
+
+
+def test_release_tells_all_ranks_that_the_job_is_over(supervise: Supervise) -> None:
+    """Each gets OVER."""
+    job = supervise()
+    job.begin(until_exit=False)
+    job.supervisor.release()
+    assert [job[0].receive(), job[1].receive()] == [OVER, OVER]
+
+
+def test_a_rank_may_be_a_job_ahead(supervise: Supervise) -> None:
+    """What it has done counts for the next job, also if its process has ended by then."""
+    job = supervise()
+    job.begin(until_exit=False)
+    job[1].send(Kind.DONE)
+    job[1].send(Kind.DONE)
+    job[1].exit()
+    job[0].send(Kind.DONE)
+    job.supervisor.wait_job()
+    job.supervisor.begin_job(until_exit=False)
+    assert not job.is_over()
+    job[0].send(Kind.DONE)
+    job.supervisor.wait_job()
+
+
+def test_a_rank_that_left_between_two_jobs_fails_the_next(supervise: Supervise) -> None:
+    """It has done its part of the first one, so its exit code 0 is none of that job."""
+    job = supervise()
+    job.begin(until_exit=False)
+    job.send_all(Kind.DONE)
+    job[1].exit()
+    assert job.is_over()
+    job.supervisor.wait_job()
+    job.supervisor.begin_job(until_exit=False)
+    error = job.failure()
+    assert isinstance(error, WorkerExitedError)
+    assert (error.global_rank, error.exit_code, error.phase) == (1, 0, "before the next job began")
+
+
+def test_a_rank_that_failed_between_two_jobs_has_failed_once(supervise: Supervise) -> None:
+    """The next job raises its failure, and reports it nowhere again."""
+    job = supervise()
+    job.begin(until_exit=False)
+    job.send_all(Kind.DONE)
+    job[1].exit(3)
+    assert job.is_over()
+    job.supervisor.begin_job(until_exit=False)
+    error = job.failure()
+    assert isinstance(error, WorkerExitedError)
+    assert (error.exit_code, error.phase, error.consequences) == (3, "after it had finished its part", ())
+    assert len(job.reported) == 1
+
+
+def test_ranks_that_were_stopped_by_a_signal(supervise: Supervise) -> None:
+    """All have stopped or were done: `wait_job` raises what the signal means, whatever their exit codes."""
+    job = supervise()
+    job.begin()
+    job[0].send(Kind.STOPPED, b"15")
+    job[0].exit(143)
+    assert not job.is_over()
+    job[1].send(Kind.DONE)
+    job[1].exit()
+    with pytest.raises(StoppedBySignal) as stopped:
+        job.supervisor.wait_job()
+    assert isinstance(stopped.value, SystemExit)
+    assert (stopped.value.signal_number, stopped.value.code) == (15, 143)
+
+
+def test_begin_exit_waits_for_all_processes(supervise: Supervise) -> None:
+    """A process that has ended well already is none that fails a job."""
+    job = supervise()
+    job.begin(until_exit=False)
+    job.send_all(Kind.DONE)
+    job.supervisor.wait_job()
+    job[1].exit()
+    assert job.is_over()
+    job.supervisor.begin_exit()
+    assert not job.is_over()
+    job[0].exit()
+    job.supervisor.wait_job()
+
+
+def test_processes_that_do_not_leave_are_reported(
+    supervise: Supervise, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Once all are done and only an exit is awaited, a process that stays is named."""
+    monkeypatch.setattr(stragglers, "_SHORTEST_S", SHORT_S)
+    job = supervise(stall_warning_s=SHORT_S)
+    job.begin()
+    job.send_all(Kind.DONE)
+    job[0].exit()
+    text = re.compile("global_rank=1 .* The main process waits for it to leave")
+    wait_until(lambda: text.search(capfd.readouterr().err) is not None)
+    job[1].exit()
+    job.supervisor.wait_job()
+
+
+# -------------------------------------------------------------------------------------- failures
+
+
+def test_a_failure_stops_the_others(supervise: Supervise) -> None:
+    """All get STOP; the error names the rank and those that were stopped for it."""
+    job = supervise(3)
+    job.begin()
+    job[1].fail("ValueError", "loss is nan")
+    assert [job[rank].receive() for rank in range(3)] == [STOP] * 3
+    error = job.failure()
+    assert isinstance(error, WorkerRaisedError)
+    assert (error.global_rank, error.exception_type, error.exception_message) == (
+        1,
+        "ValueError",
+        "loss is nan",
+    )
+    assert (error.stopped, error.consequences) == ((0, 2), ())
+    assert [record.global_rank for record in job.reported] == [1]
+
+
+def test_a_rank_that_is_done_does_not_count_as_stopped(supervise: Supervise) -> None:
+    """It is told to stop, as its process has not left; so has one that has exited before."""
+    job = supervise(4)
+    job.begin()
+    job[2].send(Kind.DONE)
+    job[3].send(Kind.DONE)
+    job[3].exit()
+    job[2].received()
+    job[1].fail()
+    assert job[2].receive() == STOP
+    assert job.failure().stopped == (0,)
+    assert not job[3].process.was_killed
+
+
+def test_stop_is_sent_once(supervise: Supervise) -> None:
+    """Further failures are collected in silence."""
+    job = supervise(3, grace_period_s=NEVER_S)
+    job.begin()
+    job[0].fail()
+    assert job[2].receive() == STOP
+    job[1].fail()
+    assert job[1].received() == [STOP]
+    assert job[2].received() == []
+
+
+def test_the_first_failure_is_raised(supervise: Supervise) -> None:
+    """It is the one that happened first, whichever is reported first; the other is a consequence."""
+    job = supervise()
+    job.begin()
+    now_s = time.monotonic()
+    job[0].fail("KeyError", at_s=now_s)
+    assert job[1].receive() == STOP
+    job[1].fail("ValueError", at_s=now_s - 1)
+    error = job.failure()
+    assert (error.global_rank, error.stopped) == (1, ())
+    assert error.consequences == ("global_rank 0 raised KeyError: ",)
+
+
+def test_what_ranks_raise_after_stop_is_no_failure(supervise: Supervise) -> None:
+    """JobStopped is how a rank reports that STOP has ended it."""
+    job = supervise()
+    job.begin()
+    job[0].fail()
+    assert job[1].receive() == STOP
+    job[1].fail("JobStopped", is_consequence=True)
+    error = job.failure()
+    assert (error.stopped, error.consequences) == ((1,), ())
+
+
+def test_a_job_that_failed_is_over_when_its_processes_are_gone(supervise: Supervise) -> None:
+    """Not with the report, nor with the last SIGKILL: the kernel may need time."""
+    job = supervise()
+    job[1].process.is_killable = False
+    job.begin()
+    job[1].fail()
+    job[0].exit()
+    wait_until(lambda: job[1].process.was_killed)
+    assert not job.is_over()
+    job[1].exit(-9)
+    assert isinstance(job.failure(), WorkerRaisedError)
+
+
+def test_a_failure_of_another_node(supervise: Supervise) -> None:
+    """It ends the job; the rank that passes it on has not failed, and is stopped with the others."""
+    job = supervise()
+    job.begin()
+    record = job[0].record("ValueError", "there")
+    job[1].send(Kind.ELSEWHERE, record.to_json())
+    assert job[0].receive() == STOP
+    error = job.failure()
+    assert (error.global_rank, error.stopped) == (0, (1,))
+
+
+def test_ranks_know_themselves(supervise: Supervise) -> None:
+    """`ranks` returns an empty record of each local rank; there is no error before a failure."""
+    job = supervise(here=True)
+    assert [(each.global_rank, each.pid) for each in job.supervisor.ranks()] == [(0, 0), (1, GONE)]
+    assert job.supervisor.error() is None
+
+
+# -------------------------------------------------------------------------------------- consequences
+
+
+def test_a_consequence_waits_for_its_cause(supervise: Supervise) -> None:
+    """Nobody is stopped until the failure that led to it is reported, which is the error."""
+    job = supervise()
+    job.begin()
+    job[0].lose_peer()
+    assert job[0].received() == []
+    job[1].fail("ValueError")
+    assert job[0].receive() == STOP
+    error = job.failure()
+    assert (error.global_rank, error.consequences) == (
+        1,
+        (f"global_rank 0 raised RuntimeError: {LOST_PEER}",),
+    )
+
+
+def test_consequences_alone_are_a_failure(supervise: Supervise, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A while after the first one: later ones do not put that off."""
+    job = supervise(3)
+    monkeypatch.setattr(supervisor, "_SETTLE_S", 2 * SHORT_S)
+    job.begin()
+    job[0].lose_peer()
+    job[0].received()
+    monkeypatch.setattr(supervisor, "_SETTLE_S", NEVER_S)
+    job[1].lose_peer()
+    assert job[2].receive() == STOP
+    error = job.failure()
+    assert isinstance(error, WorkerRaisedError)
+    assert (error.global_rank, error.has_lost_peer) == (0, True)
+
+
+def test_an_exit_that_others_needed(supervise: Supervise, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where others have only lost a peer, the rank that has ended by SystemExit is the cause."""
+    monkeypatch.setattr(supervisor, "_SETTLE_S", SHORT_S)
+    job = supervise()
+    job.begin()
+    record = job[1].record("SystemExit", "0", exit_status=0, phase=WorkerExitedError.BY_SYSTEM_EXIT)
+    job[1].send(Kind.EXITED, record.to_json())
+    job[1].send(Kind.DONE)
+    job[1].exit()
+    job[0].lose_peer()
+    error = job.failure()
+    assert isinstance(error, WorkerExitedError)
+    assert (error.global_rank, error.phase) == (1, WorkerExitedError.BY_SYSTEM_EXIT)
+
+
+def test_an_exit_that_nobody_needed(supervise: Supervise) -> None:
+    """It is no failure where all are done, and not the cause of one with a reason of its own."""
+    job = supervise()
+    job.begin()
+    record = job[1].record("SystemExit", "0", exit_status=0)
+    job[1].send(Kind.EXITED, record.to_json())
+    job[1].send(Kind.DONE)
+    assert job[1].received() == []
+    job[0].fail()
+    assert (error := job.failure()).global_rank == 0
+    assert isinstance(error, WorkerRaisedError)
+
+
+@pytest.mark.parametrize("status", [-signal.SIGSEGV, 1])
+def test_a_crash_that_is_seen_late_is_the_cause(
+    supervise: Supervise, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """Of a process that a signal has ended after STOP, where the others have only lost a peer."""
+    monkeypatch.setattr(supervisor, "_SETTLE_S", SHORT_S)
+    job = supervise(grace_period_s=NEVER_S)
+    job.begin()
+    job[0].lose_peer()
+    assert job[1].receive() == STOP
+    job[1].exit(status)
+    job[0].exit(1)
+    error = job.failure()
+    assert isinstance(error, WorkerKilledError if status < 0 else WorkerRaisedError)
+    assert (error.global_rank, error.stopped) == ((1, ()) if status < 0 else (0, (1,)))
+
+
+def test_our_own_sigkill_is_no_crash(supervise: Supervise, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor the end of a rank that has reported a failure: neither is the cause, nor a consequence."""
+    monkeypatch.setattr(supervisor, "_SETTLE_S", SHORT_S)
+    job = supervise(grace_period_s=3 * SHORT_S)
+    job.begin()
+    job[0].lose_peer()
+    assert job[1].receive() == STOP
+    job[0].exit(-signal.SIGABRT)
+    error = job.failure()
+    assert isinstance(error, WorkerRaisedError)
+    assert job[1].process.was_killed
+    assert (error.global_rank, error.stopped, error.consequences) == (0, (1,), ())
+
+
+# -------------------------------------------------------------------------------------- ends of processes
+
+
+@pytest.mark.parametrize(
+    ("status", "what"),
+    [
+        (0, "exited with code 0 before it had finished"),
+        (3, "exited with code 3 before it had finished"),
+        (None, "exited with an unknown code before it had finished"),
+        (-signal.SIGSEGV, "was killed by SIGSEGV"),
+        (-signal.SIGKILL, "was killed by SIGKILL"),
+    ],
+)
+def test_a_process_that_ends_early_has_failed(supervise: Supervise, status: int | None, what: str) -> None:
+    """Whatever its exit status is: a rank that is not done has to say so."""
+    job = supervise()
+    job.begin()
+    job[1].exit(status)
+    assert job[0].receive() == STOP
+    error = job.failure()
+    assert (error.global_rank, error.what()) == (1, what)
+
+
+def test_a_process_that_ends_before_hello(supervise: Supervise) -> None:
+    """It has not even started as a rank, which the error says."""
+    job = supervise()
+    job.supervisor.start()
+    job.supervisor.begin_job(until_exit=True)
+    job[1].exit(1)
+    error = job.failure()
+    assert isinstance(error, WorkerExitedError)
+    assert error.phase == WorkerExitedError.NOT_STARTED
+
+
+@pytest.mark.parametrize(
+    ("status", "what"),
+    [
+        (3, "exited with code 3 after it had finished its part"),
+        (-signal.SIGSEGV, "was killed by SIGSEGV"),
+    ],
+)
+def test_a_process_that_ends_badly_when_it_is_done(supervise: Supervise, status: int, what: str) -> None:
+    """It fails the job, which waits for the exits."""
+    job = supervise()
+    job.begin()
+    job[1].send(Kind.DONE)
+    job[1].exit(status)
+    assert job[0].receive() == STOP
+    assert job.failure().what() == what
+
+
+def test_an_unknown_exit_status_is_good_when_the_rank_is_done(supervise: Supervise) -> None:
+    """Where other code of the program has waited for the process."""
+    job = supervise()
+    job.begin()
+    job.send_all(Kind.DONE)
+    job[0].exit(None)
+    job[1].exit(None)
+    job.supervisor.wait_job()
+
+
+def test_the_exit_after_a_report_is_no_second_failure(supervise: Supervise) -> None:
+    """The error is what the rank has reported, without its exit code as a consequence."""
+    job = supervise()
+    job.begin()
+    job[1].fail()
+    job[1].exit(1)
+    error = job.failure()
+    assert isinstance(error, WorkerRaisedError)
+    assert error.consequences == ()
+
+
+def test_all_that_a_process_has_sent_is_read_before_its_end(
+    supervise: Supervise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its end is noticed after the first part of it."""
+    monkeypatch.setattr(supervisor, "_CHUNK", 8)
+    job = supervise()
+    job[1].send(Kind.STORE_CANCEL, bytes(100))
+    job[1].send(Kind.DONE)
+    job[1].process.end(0)
+    job.begin()
+    job[0].send(Kind.DONE)
+    job[0].exit()
+    job.supervisor.wait_job()
+
+
+# -------------------------------------------------------------------------------------- channels
+
+
+def test_a_channel_that_is_lost_while_the_process_runs(supervise: Supervise) -> None:
+    """The rank can report no more: that is its failure, and its process is ended."""
+    job = supervise(pid=os.getpid())
+    job.begin()
+    job[0].received()
+    job[1].sock.close()
+    assert job[0].receive() == STOP
+    error = job.failure()
+    assert isinstance(error, WorkerRaisedError)
+    assert (error.global_rank, error.exception_type) == (1, "BrokenChannel")
+    assert "its process runs, but its channel is closed" in error.exception_message
+
+
+@pytest.mark.parametrize("how", ["done", "failed", "stopped", "told to stop"])
+def test_a_channel_that_is_no_longer_needed(supervise: Supervise, how: str) -> None:
+    """A rank that has reported how it ended, or is to end, may close its channel."""
+    job = supervise(pid=os.getpid(), grace_period_s=NEVER_S)
+    job.begin()
+    if how == "done":
+        job[1].send(Kind.DONE)
+    elif how == "failed":
+        job[1].lose_peer()
+    elif how == "stopped":
+        job[1].send(Kind.STOPPED, b"15")
+    else:
+        job[0].fail()
+        assert job[1].receive() == STOP
+    job[1].sock.close()
+    job[0].received()
+    assert [record.exception_type for record in job.reported if record.global_rank == 1] in (
+        [],
+        ["RuntimeError"],
+    )
+
+
+def test_a_channel_that_was_lost_between_two_jobs(supervise: Supervise) -> None:
+    """The rank cannot take part in the next job, which fails when it begins."""
+    job = supervise(here=True, pid=os.getpid())
+    job.begin(until_exit=False)
+    job.send_all(Kind.DONE)
+    job.supervisor.wait_job()
+    job[1].sock.close()
+    assert job[0].received() == []
+    job.supervisor.begin_job(until_exit=False)
+    assert job[0].receive() == STOP
+    job[0].send(Kind.DONE)
+    assert "its channel is closed" in str(job.failure())
+
+
+def test_a_channel_that_is_lost_as_the_process_ends(supervise: Supervise) -> None:
+    """A process whose memory is gone is reported with its exit status, not with its channel."""
+    job = supervise()
+    job.begin()
+    job[1].sock.close()
+    assert job[0].received() == []
+    job[1].process.end(3)
+    assert job.failure().what() == "exited with code 3 before it had finished"
+
+
+def test_a_channel_that_is_reset_is_lost(supervise: Supervise) -> None:
+    """A rank has closed it with frames unread, as when it is killed."""
+    job = supervise(pid=os.getpid())
+    job.begin()
+    job.supervisor.release()
+    assert job[0].receive() == OVER
+    job[1].received()
+    job.supervisor.release()
+    assert job[0].receive() == OVER
+    job[0].received()
+    job[1].sock.close()
+    assert "its channel is closed" in str(job.failure())
+
+
+def test_rank_zero_here_that_gives_up_ends_the_job(supervise: Supervise) -> None:
+    """It closes its channel, as after an error in the launching process: the others are stopped."""
+    job = supervise(here=True)
+    job.begin()
+    job[0].sock.close()
+    assert job[1].receive() == STOP
+    job[1].exit()
+    job.supervisor.wait_job()
+    assert job.supervisor.error() is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"print\n",
+        frame(Kind.FAILURE, b"null"),
+        frame(Kind.ELSEWHERE, b"{"),
+        frame(Kind.EXITED, b"[]"),
+        frame(Kind.STOPPED, b"99"),
+        frame(Kind.STORE_REQUEST, bytes(REQUEST_ID_SIZE) + b"text"),
+    ],
+    ids=["no frame", "FAILURE", "ELSEWHERE", "EXITED", "STOPPED", "STORE_REQUEST"],
+)
+def test_what_is_no_message_fails_the_rank(supervise: Supervise, data: bytes) -> None:
+    """Of any frame; nothing that follows is read, and the job ends with its processes."""
+    job = supervise()
+    job.begin()
+    job[1].sock.sendall(data + frame(Kind.DONE))
+    assert job[0].receive() == STOP
+    error = job.failure()
+    assert isinstance(error, WorkerRaisedError)
+    assert (error.global_rank, error.exception_type, error.stopped) == (1, "BrokenChannel", (0,))
+    assert "what it sent is no message: " in error.exception_message
+
+
+def test_what_is_no_message_of_rank_zero_here(supervise: Supervise) -> None:
+    """Nothing more comes of it, so it counts as a rank that has left."""
+    job = supervise(here=True)
+    job.begin()
+    job[0].sock.sendall(b"print\n")
+    assert "what it sent is no message: " in str(job.failure())
+
+
+# -------------------------------------------------------------------------------------- rank 0 here
+
+
+def test_rank_zero_here_has_left_when_its_hooks_have_ended(supervise: Supervise) -> None:
+    """It has no process that ends: after its failure the job is over when it says so, or when it is done."""
+    job = supervise(here=True)
+    job.begin()
+    job[0].fail()
+    assert job[1].receive() == STOP
+    job[1].exit(1)
+    assert not job.is_over()
+    job[0].send(Kind.LEFT)
+    assert job.failure().global_rank == 0
+
+
+def test_rank_zero_here_that_is_done_is_not_waited_for(supervise: Supervise) -> None:
+    """When another rank fails later, the end of its process ends the job."""
+    job = supervise(here=True)
+    job.begin()
+    job[0].send(Kind.DONE)
+    job[0].received()
+    job[1].exit(1)
+    assert (error := job.failure()).global_rank == 1
+    assert error.stopped == ()
+
+
+def test_left_is_no_end_of_a_process(supervise: Supervise) -> None:
+    """A started process has to end, whatever it reports."""
+    job = supervise(grace_period_s=NEVER_S)
+    job.begin()
+    job[1].fail()
+    job[1].send(Kind.LEFT)
+    job[0].exit()
+    assert not job.is_over()
+    job[1].exit(1)
+    assert job.failure().global_rank == 1
+
+
+# -------------------------------------------------------------------------------------- the private store
+
+
+def reply(value: bytes, number: int = 1) -> tuple[Kind, bytes]:
+    return Kind.STORE_REPLY, number.to_bytes(REQUEST_ID_SIZE, "big") + value
+
+
+def test_store_requests_are_replied_to(supervise: Supervise) -> None:
+    """At once, or when another rank has set the key; each with its own number."""
+    job = supervise()
+    job.begin()
+    job[0].request(b"get", b"key", number=7)
+    assert job[0].received() == []
+    job[1].request(b"set", b"key", b"value", number=8)
+    assert job[1].receive() == reply(b"", 8)
+    assert job[0].receive() == reply(b"value", 7)
+
+
+def test_a_request_that_was_cancelled_gets_no_reply(supervise: Supervise) -> None:
+    """Only that one: another rank's of the same number is another request."""
+    job = supervise(3)
+    job.begin()
+    for rank in (0, 1):
+        job[rank].request(b"get", b"key", number=7)
+    job[0].send(Kind.STORE_CANCEL, (7).to_bytes(REQUEST_ID_SIZE, "big"))
+    assert job[0].received() == job[1].received() == []
+    job[2].request(b"set", b"key", b"value")
+    assert job[1].receive() == reply(b"value", 7)
+    assert job[0].received() == []
+
+
+def test_a_rank_that_does_not_read_blocks_nobody(supervise: Supervise) -> None:
+    """What its channel does not take is sent when it reads again, whole and in order."""
+    job = supervise()
+    job.begin()
+    value = bytes(range(256)) * 1000
+    job[1].request(b"set", b"key", value)
+    for number in range(9):
+        job[0].request(b"get", b"key", number=number)
+    assert job[1].received() == [reply(b"")]
+    assert [job[0].receive() for _ in range(9)] == [reply(value, number) for number in range(9)]
+    job[0].request(b"count", number=10)
+    assert job[0].receive() == reply(b"1", 10)
+
+
+def test_a_rank_that_takes_no_frames_may_send_some(supervise: Supervise) -> None:
+    """Sending to it fails, which is no failure of the rank; what it sends counts."""
+    job = supervise()
+    job.begin(until_exit=False)
+    job[1].sock.shutdown(socket.SHUT_RD)
+    job.supervisor.release()
+    assert job[0].receive() == OVER
+    job[0].received()
+    job.send_all(Kind.DONE)
+    job.supervisor.wait_job()
+
+
+def test_a_rank_that_is_gone_is_sent_nothing(supervise: Supervise) -> None:
+    """Nothing is written to its channel, which the supervisor no longer watches."""
+    job = supervise()
+    job.begin(until_exit=False)
+    job.send_all(Kind.DONE)
+    job[1].exit()
+    assert job.is_over()
+    job.supervisor.release()
+    assert job[0].receive() == OVER
+    job.supervisor.wait_job()
