@@ -315,8 +315,8 @@ class Supervisor:
         if not self._thread.is_alive():
             self.start()
         self._settled.clear()
-        self._loop.call_soon(self._stop_all)
         try:
+            self._loop.call_soon(self._stop_all)
             self._settled.wait()
         except KeyboardInterrupt:
             self._loop.call_soon(self._kill_all)

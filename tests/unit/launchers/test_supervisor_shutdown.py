@@ -95,6 +95,22 @@ def test_end_all_by_a_signal(supervise: Supervise) -> None:
     assert ended.value.code == 143
 
 
+def test_ctrl_c_while_ranks_are_ended(supervise: Supervise) -> None:
+    """The rest of the grace period is left out."""
+    job = supervise(grace_period_s=NEVER_S)
+    job.begin()
+
+    def interrupt() -> None:
+        assert job[1].receive() == STOP
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    job.supervisor.end_all()
+    thread.join()
+    assert job[1].process.was_killed
+
+
 def test_closing_again_does_nothing(supervise: Supervise) -> None:
     """The thread has ended, and all descriptors are closed."""
     job = supervise()
