@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.launchers.supervised import Job, Supervise, make_job
+from tests.unit.launchers.supervised import Ends, Job, Supervise, make_job
 
 
 @pytest.fixture
@@ -22,3 +22,11 @@ def supervise() -> Iterator[Supervise]:
             return job
 
         yield make
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    """Return a rank's channel and the supervisor's end of it."""
+    made = Ends()
+    yield made
+    made.close()

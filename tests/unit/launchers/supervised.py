@@ -1,4 +1,4 @@
-"""Ranks for a supervisor, without processes: a test sends their frames and ends their processes."""
+"""One end of a channel each: ranks without processes for a supervisor, and a supervisor for a rank."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ import pytest
 
 from rankwise.errors import WorkerError
 from rankwise.failures.record import FailureRecord
-from rankwise.launchers.channel import REQUEST_ID_SIZE, FrameReader, Kind, frame
+from rankwise.launchers.channel import REQUEST_ID_SIZE, FrameReader, Kind, RankChannel, frame
 from rankwise.launchers.supervisor import SupervisionOptions, Supervisor
 from rankwise.monitoring.heartbeat import HeartbeatReader
+from rankwise.processes.parent_death import ParentDeathPipe
 from rankwise.processes.shared_memory import create_memory_file
 from rankwise.processes.started_process import StartedProcess
 from rankwise.ranks import RankInfo
@@ -36,8 +37,9 @@ LOST_PEER = "Connection closed by peer"
 class ScriptedProcess(StartedProcess):
     """The stand-in for a process: a pipe in place of its pidfd, which is closed when the test ends it."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, parent_pipe: ParentDeathPipe | None = None) -> None:
         self.pid = pid
+        self.parent_pipe = parent_pipe
         self.was_killed = False
         self.is_killable = True
         self.wait_error: Exception | None = None
@@ -68,6 +70,8 @@ class ScriptedProcess(StartedProcess):
     def close(self) -> None:
         self.end(None)
         os.close(self._end_descriptor)
+        if self.parent_pipe is not None:
+            self.parent_pipe.close()
 
 
 class Rank:
@@ -164,6 +168,28 @@ def wait_until_handled(supervisor: Supervisor) -> None:
     assert is_handled.wait(LIMIT_S)
 
 
+class Ends:
+    """A rank's channel and the supervisor's end of it."""
+
+    def __init__(self) -> None:
+        self.ours, theirs = socket.socketpair()
+        self.ours.settimeout(LIMIT_S)
+        self.lost = threading.Event()
+        self.channel = RankChannel(theirs, on_lost=self.lost.set)
+        self._reader = FrameReader()
+
+    def receive(self) -> tuple[Kind, bytes]:
+        data = b""
+        while True:
+            for message in self._reader.feed(data):
+                return message
+            data = self.ours.recv(1 << 16)
+
+    def close(self) -> None:
+        self.channel.close()
+        self.ours.close()
+
+
 class Job:
     """A supervisor and its ranks."""
 
@@ -211,6 +237,7 @@ class Job:
 
 
 Supervise = Callable[..., Job]
+OPTIONS = SupervisionOptions(grace_period_s=SHORT_S, init_timeout=timedelta(seconds=LIMIT_S))
 
 
 def make_job(
@@ -218,7 +245,6 @@ def make_job(
     *,
     here: bool = False,
     pid: int = GONE,
-    grace_period_s: float = SHORT_S,
     on_failure: Callable[[FailureRecord], None] | None = None,
     **options: Any,
 ) -> Job:
@@ -226,7 +252,6 @@ def make_job(
 
     The system has no processes of the ranks, but where `pid` names one that stands for all.
     """
-    base = SupervisionOptions(grace_period_s=grace_period_s, init_timeout=timedelta(seconds=LIMIT_S))
     ranks = [
         Rank(
             RankInfo(number, number, 0, size, size, 1),
@@ -234,4 +259,4 @@ def make_job(
         )
         for number in range(size)
     ]
-    return Job(ranks, replace(base, **options), on_failure)
+    return Job(ranks, replace(OPTIONS, **options), on_failure)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import select
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +12,11 @@ import pytest
 
 from rankwise.errors import ProcessGroupError
 from rankwise.failures.record import FailureRecord
-from rankwise.launchers.channel import REQUEST_ID_SIZE, FrameReader, Kind, RankChannel, frame
+from rankwise.launchers.channel import REQUEST_ID_SIZE, FrameReader, Kind, frame
 from rankwise.launchers.context import WorkerContext
 from rankwise.ranks import RankInfo
+from tests.unit.launchers.supervised import LIMIT_S, Ends
 
-LIMIT_S = 30  # nothing here takes so long, unless it hangs
 MESSAGES = [
     (Kind.HELLO, b""),
     (Kind.FAILURE, b"x" * 70_000),
@@ -50,32 +49,6 @@ def test_what_is_no_frame(header: bytes) -> None:
     """A length or a kind that no frame has is an error at once, not when so many bytes have come."""
     with pytest.raises(ProcessGroupError, match=r"A channel .* is damaged"):
         list(FrameReader().feed(header))
-
-
-class Ends:
-    """A rank's channel and the supervisor's end of it."""
-
-    def __init__(self) -> None:
-        self.ours, theirs = socket.socketpair()
-        self.ours.settimeout(LIMIT_S)
-        self.lost = threading.Event()
-        self.channel = RankChannel(theirs, on_lost=self.lost.set)
-        self._reader = FrameReader()
-
-    def receive(self) -> tuple[Kind, bytes]:
-        data = b""
-        while True:
-            for message in self._reader.feed(data):
-                return message
-            data = self.ours.recv(1 << 16)
-
-
-@pytest.fixture
-def ends() -> Iterator[Ends]:
-    made = Ends()
-    yield made
-    made.channel.close()
-    made.ours.close()
 
 
 def test_messages_reach_the_supervisor(ends: Ends) -> None:

@@ -72,12 +72,16 @@ def test_a_signal_ends_ranks_that_do_not_train(supervise: Supervise, why: str) -
 def test_a_signal_that_asks_nobody_to_stop(supervise: Supervise) -> None:
     """SIGHUP ends a job whose ranks train, where the user has not asked for a stop."""
     job = training(supervise)
-    with pytest.raises(SystemExit) as ended, job.supervisor.handle_signals():
-        signal.raise_signal(signal.SIGHUP)
-        assert job[1].receive() == STOP
-        job[0].exit()
-        job[1].exit()
-        job.supervisor.wait_job()
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
+    try:
+        with pytest.raises(SystemExit) as ended, job.supervisor.handle_signals():
+            signal.raise_signal(signal.SIGHUP)
+            assert job[1].receive() == STOP
+            job[0].exit()
+            job[1].exit()
+            job.supervisor.wait_job()
+    finally:
+        signal.signal(signal.SIGHUP, before)
     assert ended.value.code == 129
 
 
