@@ -1,18 +1,35 @@
-"""What an elastic job's log says of a restart."""
+"""What torch's agent is given, and what its log, its signals and its failures become."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
 
 import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.multiprocessing import ProcessExitedException
 
+from rankwise.errors import WorkerExitedError, WorkerRaisedError
 from rankwise.failures.record import FailureRecord
-from rankwise.launchers.elastic import _agent_signals, _Job
+from rankwise.launchers.elastic import (
+    _STOPPED,
+    ElasticLauncher,
+    Nodes,
+    _agent_log_filtered,
+    _agent_signals,
+    _Job,
+    _worker_error,
+)
+from rankwise.launchers.elastic_rendezvous import LOOPBACK, NODES
 from rankwise.launchers.worker_main import JobSpec
 from rankwise.processes.shared_memory import owned_descriptor
+from rankwise.processes.signals import INTERRUPT_NOTICE
 from rankwise.stores.restart import RestartInfo
 
 THERE = FailureRecord(1, 1, 0, 101, at_s=1.0, exit_status=0)
@@ -35,7 +52,7 @@ def job() -> Iterator[_Job]:
     with ExitStack() as cleanup:
         yield _Job(
             JobSpec(entry=print, start_method="fork"),
-            values=[],
+            values=[owned_descriptor(cleanup) for _ in range(2)],
             failures=[owned_descriptor(cleanup) for _ in range(2)],
             parent_pipe=owned_descriptor(cleanup),
             is_alone=True,
@@ -91,3 +108,106 @@ def test_a_record_that_is_cut_off_is_left_out(job: _Job) -> None:
     for file, record, end in zip(job.failures, (RAISED, ECHO), (None, -20), strict=True):
         os.pwrite(file.number, record.to_json()[:end], 0)
     assert job.records() == [RAISED]
+
+
+def test_why_several_nodes_start_again(job: _Job, caplog: pytest.LogCaptureFixture) -> None:
+    """Nodes may have come or gone, for which the ranks were asked to stop; the first start is no restart."""
+    job.is_alone = False
+    stopped = replace(RAISED, exception_type=_STOPPED)
+    os.pwrite(job.failures[0].number, stopped.to_json(), 0)
+    job.begin(RestartInfo(0, "a job"))
+    job.begin(RestartInfo(2, "a job"))
+    assert caplog.messages == [
+        "All ranks start again (restart 2): nodes came or went, or a rank was killed",
+    ]
+
+
+@pytest.mark.parametrize("grace_period_s", [1.0, 45.2])
+def test_what_the_agent_of_one_node_is_given(job: _Job, grace_period_s: float) -> None:
+    """A rendezvous on loopback, a random id, whole seconds, and at least 30 of them to stop."""
+    launcher = ElasticLauncher("fork", 2, Nodes(), 3, grace_period_s, timedelta(seconds=8.5))
+    config, other = launcher._config(job), launcher._config(job)
+    assert (config.min_nodes, config.max_nodes, config.nproc_per_node, config.max_restarts) == (1, 1, 2, 3)
+    assert (config.rdzv_backend, config.rdzv_endpoint, config.start_method) == (LOOPBACK, "", "fork")
+    assert config.run_id.startswith("rankwise-")
+    assert config.run_id != other.run_id
+    assert config.rdzv_configs["timeout"] == 9
+    assert config.rdzv_configs["on_start"] == job.begin
+    assert config.shutdown_timeout == (30 if grace_period_s < 30 else 46)
+
+
+def test_what_the_agents_of_several_nodes_are_given(job: _Job) -> None:
+    """Where they meet, how many may come, and the id that they have in common."""
+    nodes = Nodes(2, 3, "node0:29400", "a run")
+    launcher = ElasticLauncher("spawn", 2, nodes, 0, 1.0, timedelta(seconds=8))
+    config = launcher._config(job)
+    assert (config.min_nodes, config.max_nodes) == (2, 3)
+    assert (config.rdzv_backend, config.rdzv_endpoint, config.run_id) == (NODES, "node0:29400", "a run")
+
+
+def test_ctrl_c_ends_the_agent(capfd: pytest.CaptureFixture[str]) -> None:
+    """The first one lets ranks stop at a boundary, and says so; the second kills them."""
+    with pytest.raises(KeyboardInterrupt), _agent_signals():
+        with pytest.raises(SignalException) as first:
+            signal.raise_signal(signal.SIGINT)
+        assert first.value.sigval == signal.SIGTERM
+        with pytest.raises(SignalException) as second:
+            signal.raise_signal(signal.SIGINT)
+        assert second.value.sigval == signal.SIGKILL
+        raise second.value
+    assert capfd.readouterr().err == INTERRUPT_NOTICE
+
+
+def test_sigterm_ends_the_agent() -> None:
+    """Once, also where it comes again at once; the program then exits as a shell expects."""
+    with pytest.raises(SystemExit) as ended, _agent_signals():
+        with pytest.raises(SignalException) as caught:
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        raise caught.value
+    assert ended.value.code == 143
+
+
+@pytest.mark.parametrize("value", [None, "SIGTERM"])
+def test_the_agents_variable_is_restored(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+    """Torch names the signals that it handles in the environment, and leaves that there."""
+    name = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+    if value is not None:
+        monkeypatch.setenv(name, value)
+    with _agent_signals():
+        os.environ[name] = "SIGQUIT"
+    assert os.environ.get(name) == value
+
+
+def test_the_agents_log(caplog: pytest.LogCaptureFixture) -> None:
+    """It names the ranks that ended without an exception, and is not shown, but for what is critical."""
+    logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    level, exits = logger.level, list[tuple[int, int]]()
+    with _agent_log_filtered(lambda pid, code: exits.append((pid, code))):
+        for error in (ValueError("a rank's"), ProcessExitedException("", 1, 17, exit_code=-9)):
+            logger.error("failed", exc_info=error)
+        logger.critical("the agent is lost")
+    assert caplog.messages == ["the agent is lost"]
+    assert exits == [(17, -9)]
+    assert (logger.level, logger.filters) == (level, [])
+
+
+def failed(global_rank: int, record: FailureRecord, exit_code: int) -> ProcessFailure:
+    """Return torch's record of a failure; there is no error file."""
+    return ProcessFailure(global_rank % 2, record.pid, exit_code, "")
+
+
+def test_the_error_of_an_elastic_job(job: _Job) -> None:
+    """The first cause that a rank has reported; torch's record of the same process adds nothing."""
+    os.pwrite(job.failures[0].number, RAISED.to_json(), 0)
+    error = _worker_error({0: failed(0, RAISED, 1), 3: failed(3, THERE, 5)}, job, 0.0)
+    assert isinstance(error, WorkerRaisedError)
+    assert (error.global_rank, error.exception_type) == (0, "ValueError")
+    assert error.consequences == ("global_rank 3 exited with code 5",)
+
+
+def test_an_exit_that_only_the_agent_has_seen(job: _Job) -> None:
+    """Its place on its node follows from the ranks of a node."""
+    error = _worker_error({3: failed(3, THERE, 5)}, job, 0.0)
+    assert isinstance(error, WorkerExitedError)
+    assert (error.global_rank, error.local_rank, error.node_rank, error.exit_code) == (3, 1, 1, 5)
