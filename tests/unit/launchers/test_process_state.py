@@ -1,0 +1,88 @@
+"""The random state and torch's flags that a worker takes over from the launching process."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from rankwise import seed
+from rankwise.launchers import process_state
+from rankwise.launchers.context import WorkerContext
+from rankwise.launchers.process_state import ProcessState
+from rankwise.ranks import RankInfo
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    """Give this process its own state again after each test."""
+    before = ProcessState.of_this_process()
+    yield
+    before.take_over()
+
+
+def numbers() -> tuple[float, float, float]:
+    return float(torch.rand(())), random.random(), float(np.random.rand())
+
+
+def test_random_numbers_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of torch, Python and NumPy are the same as in the launching process, at each start."""
+    torch.manual_seed(5)
+    state = pickle.loads(pickle.dumps(ProcessState.of_this_process()))
+    expected, begun = numbers(), torch.initial_seed()
+    torch.manual_seed(6)
+    for _ in range(2):
+        found = state.run(lambda worker: numbers(), WorkerContext(RankInfo()))
+        assert found == expected
+        assert torch.initial_seed() == begun == 5
+
+
+def test_flags_are_taken_over() -> None:
+    """Settings and attributes of torch; those that are the same already are left alone."""
+    torch.set_default_dtype(torch.float64)
+    torch.backends.cudnn.benchmark = True
+    state = ProcessState.of_this_process()
+    torch.set_default_dtype(torch.float32)
+    torch.backends.cudnn.benchmark = False
+    state.take_over()
+    assert torch.get_default_dtype() is torch.float64
+    assert torch.backends.cudnn.benchmark
+
+
+def test_a_flag_that_the_launch_decides() -> None:
+    """It replaces this process's own of the same name."""
+    threads = torch.get_num_threads()
+    state = ProcessState.of_this_process(threads=threads + 1)
+    assert state.flags["threads"] == threads + 1
+    state.take_over()
+    assert torch.get_num_threads() == threads + 1
+
+
+def test_a_flag_of_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this version does not have is left out, and not set."""
+    monkeypatch.setitem(process_state._FLAGS, "none", process_state._attribute("backends.none.enabled"))
+    state = ProcessState.of_this_process()
+    assert "none" not in state.flags
+    ProcessState.of_this_process(none=True).take_over()
+
+
+def test_a_flag_that_is_the_same_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Setting it may warn, or initialise a device."""
+    puts: list[object] = []
+    monkeypatch.setitem(process_state._FLAGS, "counted", (lambda: 1, puts.append))
+    for value in (1, 2):
+        ProcessState.of_this_process(counted=value).take_over()
+    assert puts == [2]
+
+
+def test_the_seed_that_was_given() -> None:
+    """A worker derives its own seeds from it as the launching process would."""
+    before = seed.given_seed()
+    state = ProcessState.of_this_process()
+    assert state.given_seed == before
+    ProcessState(state.flags, state.random, state.torch_seed, 17).take_over()
+    assert seed.given_seed() == 17
