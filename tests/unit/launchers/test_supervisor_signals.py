@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from typing import Any
 
 import pytest
@@ -218,6 +219,30 @@ def test_ranks_that_come_to_no_boundary(supervise: Supervise) -> None:
         job[1].exit()
         job.supervisor.wait_job()
     assert ended.value.code == 143
+
+
+def test_ranks_that_have_stopped_have_no_time_limit(supervise: Supervise) -> None:
+    """Nothing is left to look at once all have ended."""
+    job = training(supervise, teardown_timeout_s=4 * SHORT_S)
+    with pytest.raises(StoppedBySignal), job.supervisor.handle_signals():
+        signal.raise_signal(signal.SIGTERM)
+        assert job[1].receive() == asked(signal.SIGTERM)
+        for rank in (job[0], job[1]):
+            rank.send(Kind.STOPPED, b"15")
+            rank.exit(143)
+        threading.Event().wait(4 * SHORT_S)
+        job.supervisor.wait_job()
+
+
+def test_the_time_limit_of_a_stop_ends_the_job_once(supervise: Supervise) -> None:
+    """Also where this process is suspended meanwhile: nobody is killed before the grace period ends."""
+    job = training(supervise, teardown_timeout_s=2 * SHORT_S)
+    with pytest.raises(SystemExit), job.supervisor.handle_signals():
+        signal.raise_signal(signal.SIGTERM)
+        assert [job[1].receive(), job[1].receive()] == [asked(signal.SIGTERM), STOP]
+        job.supervisor._stop_request._last_look_s = 0.0  # as after a long time
+        threading.Event().wait(6 * SHORT_S)
+        assert not job[1].process.was_killed
 
 
 def test_stacks_on_sigusr2(supervise: Supervise, capfd: pytest.CaptureFixture[str]) -> None:
