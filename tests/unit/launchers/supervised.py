@@ -41,6 +41,7 @@ class ScriptedProcess(StartedProcess):
         self.pid = pid
         self.parent_pipe = parent_pipe
         self.was_killed = False
+        self.is_reaped = False
         self.is_killable = True
         self.wait_error: Exception | None = None
         self._status: int | None = None
@@ -58,6 +59,7 @@ class ScriptedProcess(StartedProcess):
     def wait(self) -> int | None:
         if self.wait_error is not None:
             raise self.wait_error
+        self.is_reaped = True
         return self._reap()
 
     def _reap(self) -> int | None:
@@ -70,6 +72,7 @@ class ScriptedProcess(StartedProcess):
     def close(self) -> None:
         self.end(None)
         os.close(self._end_descriptor)
+        self._end_descriptor = -1
         if self.parent_pipe is not None:
             self.parent_pipe.close()
 
@@ -82,9 +85,10 @@ class Rank:
         self.theirs, self.sock = socket.socketpair()
         self.sock.settimeout(LIMIT_S)
         self.heartbeat = create_memory_file()
+        self.reader = HeartbeatReader(self.heartbeat)
         self._process = process
         self._received: list[tuple[Kind, bytes]] = []
-        self._reader = FrameReader()
+        self._frames = FrameReader()
 
     @property
     def process(self) -> ScriptedProcess:
@@ -98,7 +102,7 @@ class Rank:
 
     def add_to(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
-        supervisor.add(self.ranks, self.theirs, self._process, HeartbeatReader(self.heartbeat))
+        supervisor.add(self.ranks, self.theirs, self._process, self.reader)
 
     def send(self, kind: Kind, payload: bytes = b"") -> None:
         self.sock.sendall(frame(kind, payload))
@@ -106,7 +110,7 @@ class Rank:
     def receive(self) -> tuple[Kind, bytes]:
         """Return the next frame from the supervisor."""
         while not self._received:
-            self._received.extend(self._reader.feed(self.sock.recv(1 << 16)))
+            self._received.extend(self._frames.feed(self.sock.recv(1 << 16)))
         return self._received.pop(0)
 
     def request(self, *fields: bytes, number: int = 1) -> None:
@@ -119,7 +123,7 @@ class Rank:
         self.sock.setblocking(False)
         with suppress(BlockingIOError):
             while True:
-                self._received.extend(self._reader.feed(self.sock.recv(1 << 16)))
+                self._received.extend(self._frames.feed(self.sock.recv(1 << 16)))
         self.sock.settimeout(LIMIT_S)
         received, self._received = self._received, []
         return received

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import signal
+import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -13,7 +15,7 @@ from rankwise.launchers import supervisor
 from rankwise.launchers.channel import Kind
 from rankwise.monitoring import stragglers
 from rankwise.processes.signals import StoppedBySignal
-from tests.unit.launchers.supervised import GONE, LOST_PEER, NEVER_S, SHORT_S, Supervise, wait_until
+from tests.unit.launchers.supervised import GONE, LIMIT_S, LOST_PEER, NEVER_S, SHORT_S, Supervise, wait_until
 
 STOP, OVER = (Kind.STOP, b""), (Kind.OVER, b"")
 
@@ -112,18 +114,48 @@ def test_ranks_that_were_stopped_by_a_signal(supervise: Supervise) -> None:
     assert (stopped.value.signal_number, stopped.value.code) == (15, 143)
 
 
-def test_begin_exit_waits_for_all_processes(supervise: Supervise) -> None:
-    """A process that has ended well already is none that fails a job."""
+def test_ranks_of_a_script_that_were_stopped(supervise: Supervise) -> None:
+    """Their processes go on: the job is over with the last report."""
     job = supervise()
+    job.begin(until_exit=False)
+    job.send_all(Kind.STOPPED, b"2")
+    with pytest.raises(KeyboardInterrupt):
+        job.supervisor.wait_job()
+
+
+def test_begin_exit_waits_for_all_processes(supervise: Supervise) -> None:
+    """Also for those that have ended before, which is no failure; then there is nothing to wait for."""
+    job = supervise(3)
     job.begin(until_exit=False)
     job.send_all(Kind.DONE)
     job.supervisor.wait_job()
     job[1].exit()
     assert job.is_over()
     job.supervisor.begin_exit()
+    job[2].exit()
     assert not job.is_over()
     job[0].exit()
     job.supervisor.wait_job()
+    job.supervisor.begin_exit()
+    job.supervisor.wait_job()
+
+
+@pytest.mark.parametrize("how", ["job", "exit"])
+def test_what_has_begun_is_not_over(supervise: Supervise, how: str) -> None:
+    """Also before the supervisor's thread, which may be busy, has begun it: nobody waits for the last job."""
+    job, is_free = supervise(), threading.Event()
+    job.begin(until_exit=False)
+    job.send_all(Kind.DONE)
+    job.supervisor.wait_job()
+    job.supervisor._loop.call_soon(partial(is_free.wait, LIMIT_S))  # type: ignore[arg-type]  # it returns a bool
+    job.supervisor._loop.call_soon(job.supervisor._check)  # as after a frame
+    if how == "job":
+        job.supervisor.begin_job(until_exit=False)
+    else:
+        job.supervisor.begin_exit()
+    assert not job.supervisor._settled.is_set()
+    is_free.set()
+    assert not job.is_over()
 
 
 def test_processes_that_do_not_leave_are_reported(

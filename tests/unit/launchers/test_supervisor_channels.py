@@ -46,6 +46,7 @@ def test_a_channel_that_is_no_longer_needed(supervise: Supervise, how: str) -> N
         assert job[1].receive() == STOP
     job[1].sock.close()
     job[0].received()
+    assert not job.supervisor._loop.is_registered(job[1].theirs)
     assert [record.exception_type for record in job.reported if record.global_rank == 1] in (
         [],
         ["RuntimeError"],
@@ -119,9 +120,11 @@ def test_what_is_no_message_fails_the_rank(supervise: Supervise, data: bytes) ->
     job.begin()
     job[1].sock.sendall(data + frame(Kind.DONE))
     assert job[0].receive() == STOP
+    job[1].fail("KeyError")
     error = job.failure()
     assert isinstance(error, WorkerRaisedError)
     assert (error.global_rank, error.exception_type, error.stopped) == (1, "BrokenChannel", (0,))
+    assert error.consequences == ()
     assert "what it sent is no message: " in error.exception_message
 
 

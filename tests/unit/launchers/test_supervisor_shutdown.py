@@ -119,7 +119,10 @@ def test_closing_again_does_nothing(supervise: Supervise) -> None:
     for _ in range(2):
         job.supervisor.close()
     assert not job.supervisor._thread.is_alive()
-    assert all(rank.theirs.fileno() == -1 for rank in (job[0], job[1]))
+    for rank in (job[0], job[1]):
+        assert (rank.theirs.fileno(), rank.process.fileno()) == (-1, -1)
+        with pytest.raises(ValueError, match="closed"):
+            rank.reader.read()
 
 
 # -------------------------------------------------------------------------------------- checkpoints
@@ -130,7 +133,7 @@ def test_a_checkpoint_is_waited_for(
 ) -> None:
     """The others are killed after the grace period; this is told once; then the rank is killed too."""
     monkeypatch.setattr(supervisor, "_SHORTEST_PAUSE_S", SHORT_S)
-    job = supervise(3)
+    job = supervise(3, teardown_timeout_s=NEVER_S)
     with heartbeat_written_to(job[1].heartbeat):
         report_saving(True)
         job.begin()
@@ -365,6 +368,7 @@ def test_a_defect_of_the_supervisor_ends_the_job(supervise: Supervise) -> None:
         job.supervisor.wait_job()
     assert raised.value.__cause__ is defect
     assert [job[rank].process.was_killed for rank in range(3)] == [True, True, False]
+    assert job[0].process.is_reaped
     job.supervisor.end_all()
 
 
