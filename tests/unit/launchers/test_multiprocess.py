@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import NoReturn
 
 import pytest
+import torch
 
 from rankwise.errors import LaunchRefusedError, NotPicklableError, WorkerRaisedError
 from rankwise.failures.record import FailureRecord
@@ -56,7 +57,7 @@ def test_a_main_module_that_is_being_imported(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_fork_after_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA does not survive a fork; a new interpreter begins afresh."""
-    monkeypatch.setattr(multiprocess.torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     refuse_where_impossible("spawn")
     with pytest.raises(LaunchRefusedError, match="CUDA is initialised in this process already"):
         refuse_where_impossible("fork")
@@ -148,7 +149,7 @@ def test_a_value_that_cannot_be_read_is_its_ranks_failure() -> None:
         value_of(RANK, file, time.monotonic())
     assert raised.value.exception_type == "ValueError"
     assert raised.value.exception_message == "what it returned cannot be unpickled: not here"
-    assert raised.value.stopped == raised.value.consequences == ()
+    assert (raised.value.stopped, raised.value.consequences) == ((), ())
 
 
 def test_other_nodes_are_other_ranks() -> None:

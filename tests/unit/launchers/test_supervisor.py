@@ -291,6 +291,18 @@ def test_a_consequence_waits_for_its_cause(supervise: Supervise) -> None:
     )
 
 
+def test_a_rank_that_lost_a_peer_may_exit(supervise: Supervise) -> None:
+    """Its exit code does not make it the cause, nor end the wait for that."""
+    job = supervise()
+    job.begin()
+    job[0].lose_peer()
+    job[0].exit(1)
+    assert job[1].received() == []
+    job[1].fail("ValueError")
+    error = job.failure()
+    assert (error.global_rank, len(error.consequences)) == (1, 1)
+
+
 def test_consequences_alone_are_a_failure(supervise: Supervise, monkeypatch: pytest.MonkeyPatch) -> None:
     """A while after the first one: later ones do not put that off."""
     job = supervise(3)

@@ -187,8 +187,8 @@ def test_a_rank_that_takes_no_frames_may_send_some(supervise: Supervise) -> None
     job.begin(until_exit=False)
     job[1].sock.shutdown(socket.SHUT_RD)
     job.supervisor.release()
-    assert job[0].receive() == OVER
-    job[0].received()
+    assert job[0].received() == [OVER]
+    assert job.supervisor._workers[1].outgoing == b""
     job.send_all(Kind.DONE)
     job.supervisor.wait_job()
 

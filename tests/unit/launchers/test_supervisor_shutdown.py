@@ -84,6 +84,16 @@ def test_end_all_stops_and_waits(supervise: Supervise) -> None:
     assert job.supervisor.error() is None
 
 
+def test_end_all_after_a_job(supervise: Supervise) -> None:
+    """It waits for the ends of the processes, however the last job has ended."""
+    job = supervise()
+    job.begin(until_exit=False)
+    job.send_all(Kind.DONE)
+    job.supervisor.wait_job()
+    job.supervisor.end_all()
+    assert job.supervisor.all_ended()
+
+
 def test_end_all_by_a_signal(supervise: Supervise) -> None:
     """A thread that waits for the job then gets what the signal means; a later end does not hide that."""
     job = supervise()
@@ -107,6 +117,7 @@ def test_ctrl_c_while_ranks_are_ended(supervise: Supervise) -> None:
     thread = threading.Thread(target=interrupt)
     thread.start()
     job.supervisor.end_all()
+    assert job.supervisor.all_ended()
     thread.join()
     assert job[1].process.was_killed
 
