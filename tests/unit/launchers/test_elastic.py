@@ -145,17 +145,31 @@ def test_what_the_agents_of_several_nodes_are_given(job: _Job) -> None:
     assert (config.rdzv_backend, config.rdzv_endpoint, config.run_id) == (NODES, "node0:29400", "a run")
 
 
+@pytest.mark.parametrize("endpoint", ["", "node0:29400"])
+def test_what_the_ranks_are_given(endpoint: str) -> None:
+    """A file for each one's value and failure; on one node also a random key, which others do not get."""
+    launcher = ElasticLauncher("spawn", 2, Nodes(endpoint=endpoint), 0, 1.0, timedelta(seconds=8))
+    with ExitStack() as cleanup:
+        first, second = (launcher._prepare(print, {}, cleanup) for _ in range(2))
+        assert (len(first.values), len(first.failures)) == (2, 2)
+        assert first.is_alone == (first.key != second.key) == (not endpoint)
+        assert len(first.key) == (0 if endpoint else 32)
+        assert repr(first).count("key") == 0
+    assert launcher.has_other_ranks == bool(endpoint)
+
+
 def test_ctrl_c_ends_the_agent(capfd: pytest.CaptureFixture[str]) -> None:
     """The first one lets ranks stop at a boundary, and says so; the second kills them."""
     with pytest.raises(KeyboardInterrupt), _agent_signals():
         with pytest.raises(SignalException) as first:
             signal.raise_signal(signal.SIGINT)
         assert first.value.sigval == signal.SIGTERM
+        assert capfd.readouterr().err == INTERRUPT_NOTICE
         with pytest.raises(SignalException) as second:
             signal.raise_signal(signal.SIGINT)
         assert second.value.sigval == signal.SIGKILL
         raise second.value
-    assert capfd.readouterr().err == INTERRUPT_NOTICE
+    assert capfd.readouterr().err == ""
 
 
 def test_sigterm_ends_the_agent() -> None:

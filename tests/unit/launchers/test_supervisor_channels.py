@@ -128,12 +128,16 @@ def test_what_is_no_message_fails_the_rank(supervise: Supervise, data: bytes) ->
     assert "what it sent is no message: " in error.exception_message
 
 
-def test_what_is_no_message_of_rank_zero_here(supervise: Supervise) -> None:
-    """Nothing more comes of it, so it counts as a rank that has left."""
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_is_no_message_of_rank_zero_here(supervise: Supervise, is_first: bool) -> None:
+    """Nothing more comes of it, so it counts as a rank that has left; also after another failure."""
     job = supervise(here=True)
     job.begin()
+    if not is_first:
+        job[1].exit(3)
+        assert not job.is_over()
     job[0].sock.sendall(b"print\n")
-    assert "what it sent is no message: " in str(job.failure())
+    assert ("what it sent is no message: " in job.failure().summary()) == is_first
 
 
 # -------------------------------------------------------------------------------------- the private store
