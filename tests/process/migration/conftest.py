@@ -1,3 +1,3 @@
-"""What needs Lightning in this folder has no examples: pytest does not import it for them."""
+"""The scripts need Lightning and have no examples: pytest does not import them."""
 
-collect_ignore = ["recording.py", "scripts", "runner.py"]
+collect_ignore = ["scripts"]

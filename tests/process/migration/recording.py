@@ -15,50 +15,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning import pytorch as lightning
-from lightning.pytorch.core import hooks as lightning_hooks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from rankwise import lightning as rankwise
 from rankwise.trainer.hooks import HOOKS
+from tests.process.migration import records
 
 OWNERS = ("module", "callback", "datamodule")
-NO_HOOKS_OF_MODULES = {
-    *("all_gather", "clip_gradients", "forward", "freeze", "load_from_checkpoint", "log", "log_dict"),
-    *("lr_schedulers", "manual_backward", "optimizers", "print", "to_onnx", "to_tensorrt", "to_torchscript"),
-    *("toggle_optimizer", "toggled_optimizer", "unfreeze", "untoggle_optimizer"),
-}
-"""Lightning's methods that the user calls, not the Trainer."""
-
-NO_HOOKS_OF_DATA_MODULES = {"from_datasets", "load_from_checkpoint"}
+Hooks = Mapping[str, set[str]]  # names by owner
 _SHARED_KEYS = {"callbacks", "epoch", "global_step", "lr_schedulers", "optimizer_states", "state_dict"}
-
-
-def _public_functions(kind: type) -> set[str]:
-    return {name for name, value in vars(kind).items() if name[0] != "_" and not isinstance(value, property)}
-
-
-def _methods(kinds: Iterable[type]) -> set[str]:
-    return {name for kind in kinds for name in _public_functions(kind) if callable(getattr(kind, name))}
-
-
-def hooks_of_lightning(owner: str) -> set[str]:
-    """Return the names of all hooks of one of Lightning's classes, as the classes have them."""
-    if owner == "callback":
-        return _methods([lightning.Callback])
-    if owner == "datamodule":
-        of_data = _methods([lightning_hooks.DataHooks, lightning.LightningDataModule])
-        return of_data - NO_HOOKS_OF_DATA_MODULES
-    mixins = (lightning_hooks.ModelHooks, lightning_hooks.DataHooks, lightning_hooks.CheckpointHooks)
-    return _methods([*mixins, lightning.LightningModule]) - NO_HOOKS_OF_MODULES
-
-
-LIGHTNINGS = {owner: hooks_of_lightning(owner) for owner in OWNERS}
 OURS = {owner: {hook.name for hook in HOOKS if owner in hook.owners} for owner in OWNERS}
 for _owner in ("callback", "datamodule"):
     OURS[_owner] |= {"load_state_dict", "state_dict"}
-SHARED = {owner: LIGHTNINGS[owner] & OURS[owner] for owner in OWNERS}
+
+
+def shared_with(hooks: Mapping[str, Iterable[str]]) -> Hooks:
+    """Return the hooks, of those by owner, that rankwise has, too."""
+    return {owner: OURS[owner].intersection(names) for owner, names in hooks.items()}
 
 
 # ------------------------------------------------------------------ what is recorded
@@ -272,17 +245,18 @@ LIMITS: dict[str, Any] = {
 class Program:
     """Runs stages of one library in a folder, and records the hooks that both libraries have."""
 
-    def __init__(self, library: Any, folder: Path, options: Mapping[str, Any]) -> None:
-        self.library, self.folder, self.recorder = library, folder, Recorder()
+    def __init__(self, library: str, folder: Path, options: Mapping[str, Any], shared: Hooks) -> None:
+        self.library: Any = importlib.import_module(LIBRARIES[library])
+        self.folder, self.recorder, self._shared = folder, Recorder(), shared
         self._options = {**OPTIONS, **options}  # of its trainers
 
     def _made(self, owner: str, kind: type) -> type:
-        return recorded(kind, owner, sorted(SHARED[owner]), self.recorder)
+        return recorded(kind, owner, sorted(self._shared[owner]), self.recorder)
 
     def module(self, *, without: Iterable[str] = (), **options: Any) -> Any:
         """Return a new module, which is `module` in the lines; it lacks the hooks of `without`."""
         kind = type("Module", (ModuleOfEither, self.library.LightningModule), {})
-        names = sorted(SHARED["module"] - set(without))
+        names = sorted(self._shared["module"] - set(without))
         made = recorded(kind, "module", names, self.recorder)(**options)
         return self.recorder.name("module", made)
 
@@ -397,14 +371,14 @@ PROGRAMS: Mapping[str, Callable[[Program], None]] = {
         with_manual_optimization,
     )
 }
-LIBRARIES = {"lightning": lightning, "rankwise": rankwise}
+LIBRARIES = {"lightning": "lightning.pytorch", "rankwise": "rankwise.lightning"}
 
 
-def record(name: str, library: str, folder: Path) -> list[str]:
-    """Run a program in one process; return the lines that it has recorded."""
-    environments = importlib.import_module(f"{LIBRARIES[library].__name__}.plugins.environments")
+def record(name: str, library: str, folder: Path, shared: Hooks) -> list[str]:
+    """Run a program in one process; return the lines that it has recorded of shared hooks."""
+    environments = importlib.import_module(f"{LIBRARIES[library]}.plugins.environments")
     alone = environments.LightningEnvironment()  # detection may start MPI
-    program = Program(LIBRARIES[library], folder, {"devices": 1, "plugins": [alone]})
+    program = Program(library, folder, {"devices": 1, "plugins": [alone]}, shared)
     PROGRAMS[name](program)
     return program.recorder.lines
 
@@ -414,8 +388,9 @@ def main() -> None:
     library, folder, rank = sys.argv[1], Path(sys.argv[2]), os.environ["RANK"]
     # Each rank has the same batches: the libraries distribute them in other orders.
     options = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
+    shared = shared_with(records.read("hooks")["hooks"])
     for name, run in PROGRAMS.items():
-        program = Program(LIBRARIES[library], folder / name, options)
+        program = Program(library, folder / name, options, shared)
         run(program)
         (folder / f"{name}.{rank}").write_text("\n".join(program.recorder.lines))
 

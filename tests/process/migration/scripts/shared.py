@@ -58,8 +58,8 @@ def loader(first: int = 0, count: int = 512, batch_size: int = 64) -> DataLoader
 
 
 def text(length: int = 4096) -> Tensor:
-    """Return the characters of a module of Python's as numbers from 0 to 127."""
-    source = Path(argparse.__file__).read_text()[:length]
+    """Return the characters of this file as numbers from 0 to 127."""
+    source = Path(__file__).read_text()[:length]
     return torch.tensor([min(ord(letter), 127) for letter in source])
 
 
