@@ -14,6 +14,8 @@ import pytest
 from tests.helpers.load import slowdown
 from tests.helpers.ports import free_port
 from tests.helpers.scripts import WITHOUT_COVERAGE, RunningScript, ScriptResult, ScriptRunner
+from tests.helpers.shared import SharedValues
+from tests.process.forked_programs import ForkedProgram, run_forked
 
 SOAK = pytest.mark.soak
 TORCHRUN = "torchrun"
@@ -22,6 +24,11 @@ OTHERS = ("rankwise_ddp", "rankwise_ddp_spawn", "rankwise_ddp_forkserver")
 STRATEGIES = ["rankwise_ddp_fork", *(pytest.param(name, marks=SOAK) for name in OTHERS)]
 STARTS = [*STRATEGIES, pytest.param(TORCHRUN, marks=SOAK)]
 """What starts the two ranks: a strategy, or torchrun. The default is the fastest."""
+SHELLS = ("0", "1")  # a rank in each
+IMPORTED = ("torch._dynamo", "lightning.pytorch")
+_ended: SharedValues[dict[tuple[str, ...], ScriptResult]] = SharedValues()
+
+pytestmark = pytest.mark.timeout(420)  # the first test runs the programs of several
 
 
 def start(
@@ -34,6 +41,30 @@ def start(
     options = ["--nproc-per-node=2", f"--master-port={free_port()}"]
     command = [sys.executable, "-m", "torch.distributed.run", *options, str(path), "rankwise_ddp", *args]
     return run_script.start_command(command, env=env)
+
+
+def run(run_script: ScriptRunner, *program: str, env: Mapping[str, str | None] | None = None) -> ScriptResult:
+    """Run a program, given as for `start`, to its end; those of `FORKED` run once, all together."""
+    if program in FORKED:
+        return ended_together(run_script)[program]
+    return start(run_script, *program, env=env).finish(timeout=240)
+
+
+def ended_together(run_script: ScriptRunner) -> dict[tuple[str, ...], ScriptResult]:
+    """Return how the programs of `run_together` ended, which are run once."""
+    return _ended.get("all", lambda: run_together(run_script))
+
+
+def run_together(run_script: ScriptRunner) -> dict[tuple[str, ...], ScriptResult]:
+    """Run the programs of `FORKED` and two shells in forks of a process that has imported Lightning."""
+    groups = [
+        [ForkedProgram(run_script.write(source, f"{number}/script.py"), args)]
+        for number, (source, *args) in enumerate(FORKED)
+    ]
+    path, port = run_script.write(OWN_ENVIRONMENT, "shells/script.py"), str(free_port())
+    shells = [ForkedProgram(path, (), {"OUR_RANK": rank, "OUR_PORT": port}) for rank in SHELLS]
+    names = [*FORKED, *((OWN_ENVIRONMENT, rank) for rank in SHELLS)]
+    return dict(zip(names, run_forked(run_script, IMPORTED, [*groups, shells]), strict=True))
 
 
 MODULE = """
@@ -159,7 +190,7 @@ def check_rows(own: Any, expected: Any) -> None:
 )
 def test_two_ranks_are_one(run_script: ScriptRunner, how: str) -> None:
     """Two fits, validation and prediction leave what Lightning leaves after them in one process."""
-    alone, together = last_line(start(run_script, STAGES, how).finish(timeout=240))
+    alone, together = last_line(run(run_script, STAGES, how))
     for name in ("metrics", "validated"):
         assert together[name] == pytest.approx(alone[name], abs=1e-6)
     for own, expected in zip(together["weights"], alone["weights"], strict=True):
@@ -218,7 +249,7 @@ def test_a_rank_that_fails(
     run_script: ScriptRunner, how: str, what: str, expected: str, text: str, exit_code: int
 ) -> None:
     """The failure of another rank is rankwise's exception within two seconds; callbacks learn of it."""
-    result = start(run_script, FAILURE, how, what, env=WITHOUT_COVERAGE).finish()
+    result = run(run_script, FAILURE, how, what, env=WITHOUT_COVERAGE)
     assert result.returncode == exit_code, result
     assert f"on_exception {expected}" in result.stdout, result
     last = [line for line in result.stdout.splitlines() if line.startswith("[")][-1]
@@ -263,7 +294,7 @@ if __name__ == "__main__":
     ("number", "exit_code"), [(signal.SIGINT, 1), pytest.param(signal.SIGTERM, 143, marks=SOAK)]
 )
 @pytest.mark.parametrize(
-    "how", ["rankwise_ddp", *(pytest.param(name, marks=SOAK) for name in (*WORKERS, TORCHRUN))]
+    "how", ["rankwise_ddp_fork", *(pytest.param(name, marks=SOAK) for name in (*OTHERS, TORCHRUN))]
 )
 def test_a_signal_ends_all_ranks(
     run_script: ScriptRunner, how: str, number: signal.Signals, exit_code: int
@@ -338,7 +369,7 @@ if fabric.is_global_zero:
 @pytest.mark.parametrize("how", STARTS)
 def test_fabric(run_script: ScriptRunner, how: str) -> None:
     """Two ranks of Fabric train as one."""
-    alone, together, ranks = last_line(start(run_script, FUNCTION, how).finish(timeout=180))
+    alone, together, ranks = last_line(run(run_script, FUNCTION, how))
     assert together == pytest.approx(alone, abs=1e-6)
     assert ranks == [0, 1]
 
@@ -346,7 +377,7 @@ def test_fabric(run_script: ScriptRunner, how: str) -> None:
 @pytest.mark.parametrize("how", ["rankwise_ddp", pytest.param(TORCHRUN, marks=SOAK)])
 def test_fabric_without_a_function(run_script: ScriptRunner, how: str) -> None:
     """`fabric.launch()` makes every rank run the rest of the script."""
-    alone, together, ranks = last_line(start(run_script, REST_OF_SCRIPT, how, "end").finish(timeout=180))
+    alone, together, ranks = last_line(run(run_script, REST_OF_SCRIPT, how, "end"))
     assert together == pytest.approx(alone, abs=1e-6)
     assert ranks == [0, 1]
 
@@ -354,7 +385,7 @@ def test_fabric_without_a_function(run_script: ScriptRunner, how: str) -> None:
 @SOAK
 def test_a_rank_of_fabric_exits(run_script: ScriptRunner) -> None:
     """Its exit status is the cause, and the script's."""
-    result = start(run_script, REST_OF_SCRIPT, "rankwise_ddp", "exit").finish(timeout=180)
+    result = run(run_script, REST_OF_SCRIPT, "rankwise_ddp", "exit")
     assert result.returncode == 3, result
     assert "WorkerExitedError: Worker global_rank=1" in result.stderr, result
 
@@ -425,10 +456,18 @@ if __name__ == "__main__":
 
 def test_a_cluster_environment_of_lightnings(run_script: ScriptRunner) -> None:
     """One given as a plug-in determines ranks and address, in Lightning's Trainer and in rankwise's."""
-    port, path = str(free_port()), run_script.write(OWN_ENVIRONMENT)
-    shells = [run_script.start(path, env={"OUR_RANK": str(rank), "OUR_PORT": port}) for rank in range(2)]
-    (first, second), (other_first, other_second) = [last_line(each.finish(timeout=180)) for each in shells]
+    ended = ended_together(run_script)
+    shells = [last_line(ended[OWN_ENVIRONMENT, rank]) for rank in SHELLS]
+    (first, second), (other_first, other_second) = shells
     for rank, (theirs, ours) in enumerate([(first, second), (other_first, other_second)]):
         assert theirs[:3] == ours[:3] == [rank, 2, 1]
         check_rows(ours[3], theirs[3])
     check_rows(other_first[3], first[3])
+
+
+FORKED = (
+    (STAGES, "rankwise_ddp_fork"),
+    (FAILURE, "rankwise_ddp_fork", "raise"),
+    (FUNCTION, "rankwise_ddp_fork"),
+    (REST_OF_SCRIPT, "rankwise_ddp", "end"),
+)

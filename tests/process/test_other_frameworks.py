@@ -76,13 +76,11 @@ def main(strategy, batch_size, fails=""):
     return [len(loader), accelerator.num_processes, weight.flatten().tolist()]
 """
 
-ALONE = """
-if __name__ == "__main__":
-    print(json.dumps(DDPStrategy(start_method="fork", devices=1, accelerator="cpu").launch(main, 8)))
-"""
-
 RUN = """
 if __name__ == "__main__":
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # and not in a rank that runs the script again
+        alone = DDPStrategy(start_method="fork", devices=1, accelerator="cpu").launch(main, 8)
+        print(json.dumps(alone), flush=True)
     before = dict(os.environ)
     strategy = DDPStrategy(start_method=sys.argv[1], devices=2, accelerator="cpu")
     both = strategy.launch(main, 4)
@@ -113,8 +111,7 @@ def test_a_program(
 ) -> None:
     """Two ranks train as one, twice; a rank that fails is reported within two seconds, and none is left."""
     need_installed(package)
-    [alone] = printed_by(run_script, program + ALONE)
-    trained, failure = printed_by(run_script, program + RUN, start_method, fails)
+    alone, trained, failure = printed_by(run_script, program + RUN, start_method, fails)
     both, again, changed, has_group = trained
     check_trained(alone, 1, both)
     check_trained(both, 2, both)
