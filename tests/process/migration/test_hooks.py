@@ -122,12 +122,19 @@ def test_lightnings_calls(calls: Mapping[str, list[str]], program: str) -> None:
     _assert_as_recorded(_expected(program, RECORD["calls"][program]), calls[program])
 
 
-@pytest.mark.soak
-def test_lightning_calls_what_is_recorded(tmp_path: Path, calls: Mapping[str, list[str]]) -> None:
-    """Lightning has these hooks and calls them again so, with the numbers that are passed here."""
+@pytest.fixture(scope="module")
+def lightnings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return what a record holds; for a module, as importing Lightning sets a variable that then stays."""
     need_installed("lightning")
-    assert record.hooks_of_lightning() == RECORD["hooks"]
-    for program, lines in record.calls_of_lightning(tmp_path, SHARED).items():
+    folder = tmp_path_factory.mktemp("lightning")
+    return {"hooks": record.hooks_of_lightning(), "calls": record.calls_of_lightning(folder, SHARED)}
+
+
+@pytest.mark.soak
+def test_lightning_calls_what_is_recorded(calls: Mapping[str, list[str]], lightnings: dict[str, Any]) -> None:
+    """Lightning has these hooks and calls them again so, with the numbers that are passed here."""
+    assert lightnings["hooks"] == RECORD["hooks"]
+    for program, lines in lightnings["calls"].items():
         _assert_as_recorded(RECORD["calls"][program], lines)
         assert calls[program] == _expected(program, lines)
 
