@@ -1,0 +1,561 @@
+"""Programs around a job that have changed what a process has of the operating system: the cases that run.
+
+The tests are in `test_host_programs.py` and `test_host_limits.py`.
+"""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+import code
+import contextlib
+import ctypes
+import gc
+import multiprocessing.forkserver
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from rankwise.errors import LaunchRefusedError, WorkerError, WorkerTimedOutError
+from rankwise.processes import started_process
+from rankwise.strategies import DDPElasticStrategy, DDPStrategy, Strategy
+from tests.process.case_server import main
+
+# ---------------------------------------------------------------------- jobs
+
+
+def strategy_of(method: str, **arguments: Any) -> DDPStrategy:
+    """Return a strategy on two CPU processes; `elastic-<start method>` is one with torch's agent."""
+    agent, _, start_method = method.rpartition("-")
+    arguments = {"accelerator": "cpu", "devices": 2, "start_method": start_method, **arguments}
+    return DDPElasticStrategy(max_restarts=0, **arguments) if agent else DDPStrategy(**arguments)
+
+
+def good(strategy: Strategy) -> str:
+    """Run for a second."""
+    for _ in range(3):
+        time.sleep(0.3)
+        strategy.barrier()
+    return str(strategy.broadcast("fine"))
+
+
+def quick(strategy: Strategy) -> str:
+    """Run for no longer than it takes."""
+    strategy.barrier()
+    return str(strategy.broadcast("fine"))
+
+
+def bad(strategy: Strategy) -> None:
+    """Let rank 1 be killed."""
+    strategy.barrier()
+    if strategy.global_rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    strategy.barrier()
+
+
+def stubborn(strategy: Strategy) -> None:
+    """Let rank 0 be killed, while nothing interrupts rank 1."""
+    strategy.barrier()
+    if strategy.global_rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        with contextlib.suppress(BaseException):
+            time.sleep(60)
+
+
+JOBS: dict[str, Callable[[Strategy], object]] = {"good": good, "bad": bad, "stubborn": stubborn}
+
+
+def report(launch: Callable[[], object], errors: type[Exception] = WorkerError) -> None:
+    """Print the value of a launch, or its error."""
+    try:
+        print(launch())
+    except errors as error:
+        print(type(error).__name__, getattr(error, "global_rank", ""), error)
+
+
+# ---------------------------------------------------------------------- what a program has changed
+
+
+def reap_all_children() -> None:
+    """Wait for every child that ends."""
+
+    def reap(*_: object) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+    signal.signal(signal.SIGCHLD, reap)
+
+
+def forbid(numbers: Iterable[int], error: int) -> None:
+    """Let these system calls return an error, as in older kernels and in some sandboxes: by seccomp."""
+    numbers = tuple(numbers)
+
+    def instruction(operation: int, if_true: int, if_false: int, value: int) -> bytes:
+        return struct.pack("HBBI", operation, if_true, if_false, value)
+
+    program = instruction(0x20, 0, 0, 0)  # load the number of the system call
+    for place, number in enumerate(numbers):
+        program += instruction(0x15, len(numbers) - place, 0, number)
+    program += instruction(0x06, 0, 0, 0x7FFF0000) + instruction(0x06, 0, 0, 0x00050000 | error)
+    buffer = ctypes.create_string_buffer(program)
+
+    class Filter(ctypes.Structure):
+        _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    given = Filter(len(program) // 8, ctypes.addressof(buffer))
+    assert libc.prctl(38, 1, 0, 0, 0) == 0
+    assert libc.prctl(22, 2, ctypes.byref(given), 0, 0) == 0, ctypes.get_errno()
+    started_process._HAS_PIDFD = started_process._has_pidfd()  # the package asks once, when it is imported
+
+
+PIDFD, SEND, MEMFD = (434, 424), (424,), (319,)  # pidfd_open and pidfd_send_signal; memfd_create
+PROCESSES, THREADS = (56, 57, 58), (435,)
+EPERM, EAGAIN, ENOMEM, ENOSYS = 1, 11, 12, 38
+
+SITUATIONS: dict[str, Callable[[], object]] = {
+    "timeout": partial(socket.setdefaulttimeout, 0.1),
+    "ignored": partial(signal.signal, signal.SIGCHLD, signal.SIG_IGN),
+    "reaped": reap_all_children,
+    "blocked": partial(signal.pthread_sigmask, signal.SIG_BLOCK, signal.valid_signals()),
+    "pidfd missing": partial(forbid, PIDFD, ENOSYS),
+    "pidfd refused": partial(forbid, PIDFD, EPERM),
+    "sending refused": partial(forbid, SEND, EPERM),
+    "memfd refused": partial(forbid, MEMFD, EPERM),
+    "processes": partial(forbid, PROCESSES, EAGAIN),
+    "memory": partial(forbid, PROCESSES, ENOMEM),
+    "threads": partial(forbid, THREADS, EAGAIN),
+}
+
+
+def in_situation(situation: str, method: str, *names: str) -> None:
+    """Launch jobs in a situation."""
+    SITUATIONS[situation]()
+    for name in names:
+        report(partial(strategy_of(method).launch, JOBS[name]))
+
+
+def patched_threads(method: str, devices: str) -> None:
+    """Launch where gevent has replaced Python's threads."""
+    started = _thread.start_new_thread
+
+    def start_new_thread(*args: Any, **kwargs: Any) -> int:
+        return started(*args, **kwargs)
+
+    start_new_thread.__module__ = "gevent.thread"
+    _thread.start_new_thread = start_new_thread
+    report(partial(strategy_of(method, devices=devices).launch, quick), Exception)
+
+
+def blocked_signals(strategy: Strategy) -> set[signal.Signals]:
+    """Return which of two signals the rank blocks."""
+    return {signal.SIGTERM, signal.SIGUSR1} & signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def elastic_blocked(method: str) -> None:
+    """Print what elastic ranks block of the signals that this process blocks."""
+    SITUATIONS["blocked"]()
+    print(strategy_of(f"elastic-{method}").launch(blocked_signals))
+
+
+def handle_own_signal(_: Strategy) -> None:
+    """Raise a signal, and handle it."""
+    signal.signal(signal.SIGUSR1, lambda *_: print("own", flush=True))
+    signal.raise_signal(signal.SIGUSR1)
+
+
+def asyncio_handler() -> None:
+    """Launch in an event loop that handles a signal."""
+
+    async def run() -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print, "the main process's")
+        strategy_of("fork").launch(handle_own_signal)
+        await asyncio.sleep(0.1)
+
+    asyncio.run(run())
+
+
+def good_without_timer(strategy: Strategy) -> str:
+    """Stop the timer of a main process that is a rank, and run."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return good(strategy)
+
+
+def full_wake_up(method: str) -> None:
+    """Launch in an event loop whose wake-up descriptor is full, while a timer goes on to send signals."""
+
+    async def run() -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print)  # sets the descriptor
+        wakes = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(wakes)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(wakes, bytes(1))
+        signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+        report(partial(strategy_of(method).launch, good_without_timer))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    asyncio.run(run())
+
+
+def kill_forkserver(folder: str) -> None:
+    """Kill the forkserver when a rank runs."""
+    wait_for(Path(folder, "up"))
+    server: int = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    os.kill(server, signal.SIGKILL)
+    os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
+    Path(folder, "killed").touch()
+
+
+def after_the_kill(strategy: Strategy, name: str, folder: str) -> object:
+    """Run a job once the forkserver has been killed."""
+    Path(folder, "up").touch()
+    wait_for(Path(folder, "killed"))
+    return JOBS[name](strategy)
+
+
+def wait_for(path: Path) -> None:
+    """Wait until a file exists."""
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def forkserver_killed(name: str, folder: str) -> None:
+    """Launch twice; the forkserver of the first launch is killed during it."""
+    threading.Thread(target=kill_forkserver, args=[folder]).start()
+    for each in ("good", name):
+        report(partial(strategy_of("forkserver").launch, after_the_kill, each, folder))
+
+
+def fail_with_a_title(strategy: Strategy, rank: int) -> None:
+    """Set a title of 15 bytes, which end within a character, as the kernel cuts it; let a rank fail."""
+    ctypes.CDLL(None).prctl(15, "训练-实验-模型".encode()[:15])
+    strategy.barrier()
+    if strategy.global_rank == rank == 0:
+        raise ValueError
+    if strategy.global_rank == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    strategy.barrier()
+
+
+def cut_title(rank: str, method: str) -> None:
+    """Launch ranks with a title that is cut within a character."""
+    report(partial(strategy_of(method).launch, fail_with_a_title, int(rank)))
+
+
+def write_to_channel(strategy: Any, sent: bytes) -> None:
+    """Let rank 1 write bytes to its own channel."""
+    strategy.barrier()
+    if strategy.global_rank == 1:
+        strategy.job.worker.channel._sock.sendall(sent)
+    time.sleep(20)
+
+
+def writes_to_channel(sent: str) -> None:
+    """Launch a script that writes to its channel."""
+    strategy_of("popen", grace_period_s=1.0).launch(write_to_channel, bytes.fromhex(sent))
+
+
+FORK_ENDS = {"exit": 3, "raise": 1, "return": 0}
+
+
+def fork_and_end(strategy: Strategy, how: str) -> str:
+    """Fork a process, which ends in one of three ways, and print its exit code."""
+    strategy.barrier()
+    if pid := os.fork():
+        print(f"{how}:", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    elif how == "exit":
+        sys.exit(3)
+    elif how == "raise":
+        raise RuntimeError("the child's own")
+    else:
+        return "child"
+    strategy.barrier()
+    return "fine"
+
+
+def ranks_fork(method: str) -> None:
+    """Launch a job whose ranks fork, once for each way to end."""
+    strategy = strategy_of(method)
+    for how in FORK_ENDS:
+        print(f"--- {how}", file=sys.stderr, flush=True)
+        print(how, strategy.launch(fork_and_end, how), flush=True)
+
+
+# ---------------------------------------------------------------------- ranks that nothing interrupts
+
+
+def wait() -> None:
+    """Wait for ever."""
+    print("waiting", flush=True)
+    while True:
+        time.sleep(0.1)
+
+
+def wait_in_except() -> None:
+    """Wait where an exception is handled."""
+    try:
+        raise ConnectionError
+    except ConnectionError:
+        wait()
+
+
+def wait_swallowing() -> None:
+    """Wait, whatever is raised."""
+    while True:
+        with contextlib.suppress(BaseException):
+            wait()
+
+
+def wait_for_a_reader() -> None:
+    """Print to a pipe that is full, where an exception is handled."""
+    os.dup2(os.pipe()[1], 1)
+    try:
+        raise ConnectionError
+    except ConnectionError:
+        print("x" * 1_000_000, flush=True)
+
+
+WAITS = {"except": wait_in_except, "swallow": wait_swallowing, "print": wait_for_a_reader}
+
+
+def wait_or_end(strategy: Strategy, how: str, end: str) -> None:
+    """Let rank 0 wait and rank 1 end, or send SIGTERM to the main process, which is rank 0."""
+    strategy.barrier()
+    if strategy.global_rank == 0:
+        WAITS.get(how, wait)()
+    if end == "raise":
+        raise ValueError("the cause")
+    if end == "exit":
+        os._exit(3)
+    while "waiting" not in Path("/proc/self/fd/1").read_text():
+        time.sleep(0.01)
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(60)
+
+
+def busy(method: str, how: str, end: str) -> None:
+    """Launch a job of which one rank waits, and the other one ends."""
+    launch = partial(strategy_of(method).launch, wait_or_end, how, end)
+    if how == "blocked":
+        SITUATIONS["blocked"]()
+    if how != "thread":
+        launch()
+        return
+    thread = threading.Thread(target=launch)
+    thread.start()
+    thread.join()
+
+
+def killed_late() -> None:
+    """Let a rank that is killed end two seconds later."""
+    kind: Any = started_process.StartedProcess
+    kind.kill = lambda process, kill=kind.kill: threading.Timer(2.0, kill, [process]).start()
+    busy("fork", "swallow", "raise")
+
+
+def rest_of_a_script() -> None:
+    """Let the second rank end by itself after a job."""
+    strategy = strategy_of("popen", grace_period_s=0.0)
+    strategy.launch(quick)
+    if not strategy.is_global_zero:
+        os._exit(3)
+    time.sleep(2)
+    print("the rest")
+
+
+def fail_while_handling(strategy: Strategy) -> None:
+    """Fail on rank 1, while rank 0 handles an exception for two seconds."""
+    if strategy.global_rank == 1:
+        raise ValueError("the cause")
+    try:
+        raise ConnectionError
+    except ConnectionError:
+        time.sleep(2)
+
+
+def shell() -> None:
+    """Launch in a shell, which goes on after an error."""
+    launch = partial(strategy_of("popen", grace_period_s=0.0).launch, fail_while_handling)
+    code.InteractiveConsole({"launch": launch}).runcode("launch()")  # type: ignore[arg-type]
+    print("goes on")
+
+
+def save_after_an_interrupt(strategy: Strategy) -> None:
+    """Interrupt rank 0, which takes two seconds to save; rank 1 raises when it is stopped."""
+    strategy.barrier()
+    try:
+        if strategy.global_rank == 0:
+            signal.raise_signal(signal.SIGINT)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        time.sleep(2)
+        print("saved")
+        raise
+    except BaseException:
+        raise RuntimeError("after the stop") from None
+
+
+def interrupted() -> None:
+    """Launch a job whose main process is interrupted."""
+    try:
+        strategy_of("popen", grace_period_s=0.2).launch(save_after_an_interrupt)
+    except KeyboardInterrupt:
+        print("interrupted")
+
+
+def fail_while_sleeping(strategy: Strategy) -> None:
+    """Fail on rank 1."""
+    strategy.barrier()
+    if strategy.global_rank == 1:
+        raise ValueError
+    time.sleep(60)
+
+
+def without_grace() -> None:
+    """Launch without a grace period."""
+    report(partial(strategy_of("popen", grace_period_s=0).launch, fail_while_sleeping))
+
+
+def launch_in_a_thread() -> None:
+    """Launch a script's ranks in a thread."""
+    thread = threading.Thread(target=lambda: print(strategy_of("popen").launch(good)))
+    thread.start()
+    thread.join()
+
+
+# ---------------------------------------------------------------------- limits
+
+
+def held() -> tuple[list[str], list[psutil.Process]]:
+    """Return what this process has open, and its children."""
+    kinds = []
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 -- a folder that is read in one call
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            kinds.append(os.readlink(f"/proc/self/fd/{name}"))  # noqa: PTH115 -- "pipe:[1]" is no path
+    return sorted(kinds), psutil.Process().children()
+
+
+def limited(spare: int, strategy: DDPStrategy) -> str:
+    """Launch where so many more files may be opened; return how that ends."""
+    free = [number for number in range(1000) if not Path(f"/proc/self/fd/{number}").exists()]
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[spare], before[1]))
+    try:
+        return strategy.launch(quick)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".replace("\n", " ")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def few_files(method: str) -> None:
+    """Launch with few files, and then with more."""
+    arguments = {"command": [sys.executable, sys.argv[0], "few_files_rank"]} if method == "popen" else {}
+    if method != "popen":
+        strategy_of(method).launch(quick)
+    before = held()
+    for spare in range(1, 62, 20):
+        print(spare, limited(spare, strategy_of(method, **arguments)), end="\n\n", flush=True)
+        if spare < 61 or method != "popen":
+            assert held() == before, (held(), before)
+
+
+def few_files_rank() -> None:
+    """Be the second rank of a script's launch that has enough files."""
+    strategy_of("popen").launch(quick)
+
+
+def few_processes(situation: str, method: str) -> None:
+    """Launch where no process or thread can be started."""
+    before = psutil.Process().children()
+    SITUATIONS[situation]()
+    report(partial(strategy_of(method).launch, quick), LaunchRefusedError)
+    assert psutil.Process().children() == before
+
+
+def handle_own(*_: object) -> None:
+    """Print that the handler was called."""
+    print("own handler", flush=True)
+
+
+def wait_for_a_sleeper(strategy: Strategy, how: str) -> None:
+    """Let rank 0 wait longer than it may for rank 1, which handles SIGUSR2 itself."""
+    if how != "before":
+        signal.signal(signal.SIGUSR2, handle_own if how == "handler" else signal.SIG_DFL)
+    strategy.barrier()
+    if strategy.global_rank == 1:
+        if how == "before":
+            signal.raise_signal(signal.SIGUSR2)
+        time.sleep(20)
+    strategy.all_reduce(torch.ones(1))
+
+
+def handles_sigusr2(method: str, how: str) -> None:
+    """Launch ranks with a handler of SIGUSR2, or with the main process's."""
+    if how == "before":
+        signal.signal(signal.SIGUSR2, handle_own)
+    try:
+        strategy_of(method, timeout=timedelta(seconds=2)).launch(wait_for_a_sleeper, how)
+    except WorkerTimedOutError as error:
+        print(type(error).__name__, error.missing)
+
+
+def fork_and_launch(rank: int, strategy: DDPStrategy) -> None:
+    """Launch in a process that multiprocessing forks, and exit in another fork."""
+
+    def launch() -> None:
+        print(f"launch of {rank}:", flush=True)
+        report(partial(strategy_of("popen").launch, quick), LaunchRefusedError)
+
+    child = multiprocessing.get_context("fork").Process(target=launch)
+    child.start()
+    child.join()
+    print(f"child of {rank}: {child.exitcode}")
+    sys.stdout.flush()
+    if (pid := os.fork()) == 0:
+        sys.exit(3)
+    print(f"child of {rank}: {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}", flush=True)
+
+
+def forks_after_a_job() -> None:
+    """Fork in one rank of a script, and then in the other one."""
+    strategy = strategy_of("popen")
+    strategy.launch(quick)
+    for rank in range(2):
+        if strategy.global_rank == rank:
+            fork_and_launch(rank, strategy)
+        print(f"after {rank}: {strategy.launch(quick)}", flush=True)
+
+
+def descriptors(method: str) -> None:
+    """Print how many descriptors and processes a launch leaves."""
+    strategy = strategy_of(method)
+    strategy.launch(quick)
+    gc.disable()
+    for situation in ("default", "ignored"):
+        SITUATIONS.get(situation, bool)()
+        before = len(held()[0])
+        strategy.launch(quick)
+        left = len(held()[0]) - before, len(multiprocessing.process._children)  # type: ignore[attr-defined]
+        print(situation, *left, flush=True)
+
+
+if __name__ == "__main__":
+    main(globals())
