@@ -37,24 +37,27 @@ class CaseRunner:
 
     def __call__(self, *command: str, env: Mapping[str, str] | None = None) -> ScriptResult:
         """Run a case, given by its name and arguments, with variables added."""
-        return self.together((command, env or {}))[0]
+        return self._run(command, [env or {}])[0]
 
-    def together(self, *cases: tuple[Sequence[str], Mapping[str, str]]) -> list[ScriptResult]:
-        """Run several cases at once, each with variables of its own.
+    def on_each(self, name: str, variables: Sequence[Mapping[str, str]]) -> list[ScriptResult]:
+        """Run a case in several processes at once, each with variables of its own."""
+        return self._run([name], variables)
+
+    def _run(self, command: Sequence[str], variables: Sequence[Mapping[str, str]]) -> list[ScriptResult]:
+        """Send a line, and wait until all its processes have ended.
 
         Raises:
             AssertionError: when they take too long, or leave a process behind.
         """
         program = self._program or self._start()
         self._lines += 1
-        outputs = [self._folder / f"{program.pid}-{self._lines}-{number}" for number in range(len(cases))]
+        outputs = [self._folder / f"{program.pid}-{self._lines}-{number}" for number in range(len(variables))]
         began = time.monotonic()
-        self._send(
-            [
-                {"command": command, "variables": variables, "output": str(output)}
-                for (command, variables), output in zip(cases, outputs, strict=True)
-            ]
-        )
+        cases = [
+            {"command": command, "variables": each, "output": str(output)}
+            for each, output in zip(variables, outputs, strict=True)
+        ]
+        os.write(self._pipe, f"{json.dumps(cases)}\n".encode())
         try:
             program.wait_for("\n", count=self._lines, timeout=90)
             self._check_for_leftovers(program)
@@ -65,7 +68,7 @@ class CaseRunner:
         elapsed = time.monotonic() - began
         return [
             ScriptResult(tuple(command), code, _read(output, "stdout"), _read(output, "stderr"), elapsed)
-            for (command, _), output, code in zip(cases, outputs, codes, strict=True)
+            for output, code in zip(outputs, codes, strict=True)
         ]
 
     def close(self) -> None:
@@ -85,9 +88,6 @@ class CaseRunner:
         self._lines = 0
         processes.shared_pids.add(self._program.pid)
         return self._program
-
-    def _send(self, cases: Sequence[Mapping[str, object]]) -> None:
-        os.write(self._pipe, f"{json.dumps(cases)}\n".encode())
 
     def _check_for_leftovers(self, program: RunningScript) -> None:
         def find() -> list[psutil.Process]:

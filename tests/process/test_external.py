@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import socket
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,11 @@ import pytest
 from tests.helpers.ports import free_port
 from tests.helpers.scripts import ScriptResult, ScriptRunner
 from tests.helpers.shared import computed_once
-from tests.process.helpers import module_runner, with_tests
+from tests.process import external_cases
+from tests.process.case_runner import CaseRunner, runner_of
+from tests.process.helpers import module_runner
+
+cases = runner_of(external_cases)
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 
@@ -51,6 +54,43 @@ if __name__ == "__main__":
     assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())
     say("end")
 """
+OWN_GROUP = """
+import gc
+
+def job_of_bound(strategy, plain):
+    strategy.no_backward_sync(plain)  # prepared before the launch
+    return float(strategy.all_reduce(torch.tensor(1.0), reduce_op="sum"))
+
+def train_without_a_launch(strategy):
+    torch.manual_seed(strategy.global_rank)
+    model = torch.nn.Linear(1, 1, bias=False)
+    wrapped = strategy.setup_module(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    before = float(model.weight)
+    for number, is_final in enumerate((False, True)):
+        with strategy.gradient_sync_context(wrapped, [optimizer], is_final):
+            strategy.backward(wrapped(torch.full((1, 1), float(strategy.global_rank + number))).sum())
+    strategy.optimizer_step(optimizer)
+    strategy.barrier()
+    weights = {float(weight) for weight in strategy.all_gather(model.weight)}
+    facts = [type(wrapped).__name__, round(before - float(model.weight), 5), len(weights)]
+    facts += [list(strategy.get_module_state_dict(wrapped))]
+    facts += [strategy.broadcast(strategy.global_rank, src=1)]
+    compiled = strategy.setup_module(torch.compile(torch.nn.Linear(1, 1), backend="eager"))
+    return [*facts, type(compiled).__name__]
+
+strategy = rankwise.DDPStrategy(accelerator="cpu")
+rank = strategy.bind().global_rank
+plain = strategy.setup_module(torch.nn.Linear(1, 1).requires_grad_(False))
+torch.distributed.init_process_group("gloo")
+facts = train_without_a_launch(strategy)
+facts += [strategy.launch(job_of_bound, plain)]
+gc.collect()  # a wrapper that outlives its group may abort the process at exit
+wrapper = torch.nn.parallel.DistributedDataParallel
+assert not [each for each in gc.get_objects() if isinstance(each, wrapper)]
+say("own group", rank, facts)
+torch.distributed.destroy_process_group()
+"""
 NAMES = ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook", "auto")
 
 
@@ -66,7 +106,7 @@ def _torchrun(run_script: ScriptRunner, source: str, *args: str) -> ScriptResult
 def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> ScriptResult:
     """Run the script under torchrun, on two processes."""
     with module_runner(tmp_path_factory.mktemp("torchrun")) as runner:
-        return _torchrun(runner, SCRIPT)
+        return _torchrun(runner, SCRIPT + OWN_GROUP)
 
 
 def test_torchruns_run_succeeds(under_torchrun: ScriptResult) -> None:
@@ -95,54 +135,12 @@ def test_single_device_is_refused_under_torchrun(under_torchrun: ScriptResult) -
     assert under_torchrun.stdout.count("torchelastic has started 2 processes") == 2
 
 
-OWN_GROUP = """
-    import gc, sys
-    import torch
-    from rankwise.strategies import DDPStrategy
-
-    def job(strategy, plain):
-        strategy.no_backward_sync(plain)  # prepared before the launch
-        return float(strategy.all_reduce(torch.tensor(1.0), reduce_op="sum"))
-
-    def train_without_a_launch(strategy):
-        torch.manual_seed(strategy.global_rank)
-        model = torch.nn.Linear(1, 1, bias=False)
-        wrapped = strategy.setup_module(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        before = float(model.weight)
-        for number, is_final in enumerate((False, True)):
-            with strategy.gradient_sync_context(wrapped, [optimizer], is_final):
-                strategy.backward(wrapped(torch.full((1, 1), float(strategy.global_rank + number))).sum())
-        strategy.optimizer_step(optimizer)
-        strategy.barrier()
-        weights = {float(weight) for weight in strategy.all_gather(model.weight)}
-        facts = [type(wrapped).__name__, round(before - float(model.weight), 5), len(weights)]
-        facts += [list(strategy.get_module_state_dict(wrapped))]
-        facts += [strategy.broadcast(strategy.global_rank, src=1)]
-        compiled = strategy.setup_module(torch.compile(torch.nn.Linear(1, 1), backend="eager"))
-        return [*facts, type(compiled).__name__]
-
-    strategy = DDPStrategy(accelerator="cpu")
-    rank = strategy.bind().global_rank
-    plain = strategy.setup_module(torch.nn.Linear(1, 1).requires_grad_(False))
-    torch.distributed.init_process_group("gloo")
-    facts = train_without_a_launch(strategy)
-    facts += [strategy.launch(job, plain)]
-    gc.collect()  # a wrapper that outlives its group may abort the process at exit
-    wrapper = torch.nn.parallel.DistributedDataParallel
-    assert not [each for each in gc.get_objects() if isinstance(each, wrapper)]
-    sys.stdout.write(f"{rank} {facts}\\n")
-    torch.distributed.destroy_process_group()
-"""
-
-
-def test_a_bound_strategy_works_in_a_process_group_of_the_users(run_script: ScriptRunner) -> None:
+def test_a_bound_strategy_works_in_a_process_group_of_the_users(under_torchrun: ScriptResult) -> None:
     """Without a launch it wraps, averages gradients and runs collectives; it can be launched after that."""
-    result = _torchrun(run_script, OWN_GROUP)
-    assert result.returncode == 0, result
     wrapper = "DistributedDataParallel"
     facts = [wrapper, 1.0, 1, ["weight"], 1, wrapper, 2.0]  # gradients are 1 and 3, so 0.5 * 2
-    assert sorted(result.stdout.splitlines()) == [f"{rank} {facts}" for rank in range(2)], result
+    lines = [line for line in under_torchrun.stdout.splitlines() if line.startswith("own group ")]
+    assert sorted(lines) == [f"own group {rank} {facts}" for rank in range(2)], under_torchrun
 
 
 FAILING = """
@@ -191,129 +189,54 @@ def test_a_failure_is_in_torchruns_summary(how: str, run_script: ScriptRunner) -
     assert "ValueError: the cause is here" in summary, result
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
-def _by_hand(
-    run_script: ScriptRunner,
-    variables: Mapping[str, str | None],
-    source: str = SCRIPT,
-    ranks: tuple[str, ...] = ("RANK", "LOCAL_RANK"),
-) -> list[ScriptResult]:
-    path: Path = run_script.write(source)
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(_free_port())}
-    running = [
-        run_script.start(path, env={**common, **variables, **dict.fromkeys(ranks, str(rank))})
-        for rank in range(2)
-    ]
-    return [program.finish(timeout=80) for program in running]
+def _variables(*ranks: str, **more: str) -> list[dict[str, str]]:
+    """Return each process's variables; `ranks` are the names of those that hold its rank."""
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), **more}
+    return [{**common, **dict.fromkeys(ranks, str(rank))} for rank in range(2)]
 
 
 def test_variables_set_by_hand(run_script: ScriptRunner) -> None:
     """Two shells with `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT` are a job."""
-    for rank, result in enumerate(_by_hand(run_script, {})):
+    path = run_script.write(SCRIPT)
+    variables = _variables("RANK", "LOCAL_RANK", WORLD_SIZE="2")
+    running = [run_script.start(path, env=each) for each in variables]
+    for rank, program in enumerate(running):
+        result = program.finish(timeout=80)
         assert result.returncode == 0, result
         for name in NAMES:
             assert f"{name} {rank} 2 (3.0, True, 1) (3.0, True, 2) plain" in result.stdout, result
         assert "(devices=3 x num_nodes=1), but plain started 2." in result.stdout
 
 
-FIT = """
-    import sys
-    import torch
-    from torch.utils.data import DataLoader, TensorDataset
-    from tests.process.training_tasks import Regression, dataset
-    from rankwise import Trainer
-    from rankwise.errors import RankwiseError
-
-    try:
-        options = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
-        trainer = Trainer(strategy="ddp", accelerator="cpu", max_epochs=1, **options)
-        trainer.fit(Regression(), DataLoader(dataset(8), batch_size=1))
-        sys.stdout.write(f"{trainer.global_rank} {trainer.world_size} {trainer.global_step}\\n")
-    except RankwiseError as error:
-        sys.stdout.write(f"{type(error).__name__}: {error}\\n")
-"""
-
-
-def test_what_env_needs_is_a_job_on_one_node(run_script: ScriptRunner) -> None:
+def test_what_env_needs_is_a_job_on_one_node(cases: CaseRunner) -> None:
     """`RANK`, `WORLD_SIZE` and `MASTER_*` on loopback are one job, not two that train on all data."""
-    results = _by_hand(run_script, with_tests(), FIT, ranks=("RANK",))
+    results = cases.on_each("fit", _variables("RANK", WORLD_SIZE="2"))
     assert [result.stdout for result in results] == ["0 2 4\n", "1 2 4\n"], results
 
 
-IN_OWN_GROUP = """
-    import sys
-    import torch
-    from torch.utils.data import DataLoader
-    from tests.process.training_tasks import Regression, dataset
-    from rankwise import Trainer
-
-    def fit():
-        options = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
-        trainer = Trainer(strategy="ddp", accelerator="cpu", max_epochs=1, **options)
-        trainer.fit(Regression(), DataLoader(dataset(8), batch_size=1))
-        return trainer.global_step, trainer.world_size
-
-    torch.distributed.init_process_group("gloo")  # by env://, so rank 0 listens at MASTER_PORT
-    steps = [fit(), fit()]
-    assert torch.distributed.is_initialized()
-    total = torch.ones(1)
-    torch.distributed.all_reduce(total)
-    torch.distributed.destroy_process_group()
-    steps.append(fit())
-    sys.stdout.write(f"{steps} {total.item()} {torch.distributed.is_initialized()}\\n")
-"""
-
-
-def test_a_trainer_in_a_process_group_by_env(run_script: ScriptRunner) -> None:
+def test_a_trainer_in_a_process_group_by_env(cases: CaseRunner) -> None:
     """It uses the user's group and its store, leaves the group, and trains when that is gone, too."""
-    results = _by_hand(run_script, with_tests(), IN_OWN_GROUP)
+    results = cases.on_each("fit_in_own_group", _variables("RANK", "LOCAL_RANK", WORLD_SIZE="2"))
     assert [result.returncode for result in results] == [0, 0], results
     assert [result.stdout for result in results] == ["[(4, 2), (4, 2), (4, 2)] 2.0 False\n"] * 2, results
 
 
-def test_local_ranks_without_ranks_are_refused(run_script: ScriptRunner) -> None:
+def test_local_ranks_without_ranks_are_refused(cases: CaseRunner) -> None:
     """`LOCAL_RANK` and `MASTER_*` without `RANK` were two whole jobs: an error, in every process."""
-    for result in _by_hand(run_script, with_tests({"WORLD_SIZE": None}), FIT, ranks=("LOCAL_RANK",)):
+    for result in cases.on_each("fit", _variables("LOCAL_RANK")):
         assert result.stdout.startswith("EnvironmentVariableError: The variables of plain"), result
         assert "RANK, WORLD_SIZE is not set" in result.stdout
 
 
-LATE = """
-    import time
-    from torch.utils.data import DataLoader, Dataset
-    from rankwise import DDPStrategy
-    from tests.process.training_tasks import Regression, dataset, quiet_trainer
-
-    class Slow(Dataset):
-        samples = dataset(64)
-
-        def __len__(self):
-            return 64
-
-        def __getitem__(self, index):
-            if index == 9:  # on two ranks, rank 1's, in step 2
-                time.sleep(9)
-            return self.samples[index]
-
-    strategy = DDPStrategy(accelerator="cpu", timeout=4, stall_warning=0.6)
-    quiet_trainer(strategy, "auto", max_epochs=1).fit(Regression(), DataLoader(Slow(), batch_size=2))
-"""
-
-
-def test_a_timeout_says_where_the_others_are(run_script: ScriptRunner, tmp_path: Path) -> None:
+def test_a_timeout_says_where_the_others_are(cases: CaseRunner, tmp_path: Path) -> None:
     """With no supervisor, ranks ask each other: step, phase, host, stacks, torch's flight record.
 
     And rank 0 reports the one that lags while it does.
     """
     variables = {"TORCH_FR_BUFFER_SIZE": "50", "TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "record")}
     variables["RES_OPTIONS"] = "timeout:1"  # a name that nobody looks up in time is given up before the ranks
-    waiting, late = _by_hand(run_script, with_tests(variables), LATE)
+    ranks = _variables("RANK", "LOCAL_RANK", WORLD_SIZE="2", **variables)
+    waiting, late = cases.on_each("late", ranks)
     assert waiting.returncode == late.returncode == 1
     assert "WorkerTimedOutError: Worker global_rank=0 " in waiting.stderr, waiting
     assert "waited too long for global_rank=1" in waiting.stderr

@@ -104,7 +104,7 @@ def loader(samples: int, batch_size: int, *, shuffle: bool = False) -> DataLoade
     return DataLoader(dataset(samples), batch_size=batch_size, shuffle=shuffle)
 
 
-def quiet_trainer(strategy: Any, devices: int, **arguments: Any) -> Trainer:
+def quiet_trainer(strategy: Any, devices: int | str, **arguments: Any) -> Trainer:
     """Return a Trainer that writes nothing."""
     quiet: dict[str, Any] = {
         "logger": False,

@@ -1,0 +1,66 @@
+"""What the processes that another launcher has started run; the tests are in `test_external.py`."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from rankwise.errors import RankwiseError
+from rankwise.strategies import DDPStrategy
+from tests.process.case_server import main
+from tests.process.training_tasks import Regression, dataset, loader, quiet_trainer
+
+
+def fit_once() -> tuple[int, int, int]:
+    """Train on eight samples; return the rank, the number of ranks and the steps."""
+    trainer = quiet_trainer("ddp", "auto", max_epochs=1)
+    trainer.fit(Regression(), loader(8, 1))
+    return trainer.global_rank, trainer.world_size, trainer.global_step
+
+
+def fit() -> None:
+    """Print the ranks of a fit and its steps, or the error."""
+    try:
+        print(*fit_once())
+    except RankwiseError as error:
+        print(f"{type(error).__name__}: {error}")
+
+
+def fit_in_own_group() -> None:
+    """Train in a process group of the user's, and without it."""
+    torch.distributed.init_process_group("gloo")  # by env://, so rank 0 listens at MASTER_PORT
+    fits = [fit_once(), fit_once()]
+    assert torch.distributed.is_initialized()
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total)
+    torch.distributed.destroy_process_group()
+    fits.append(fit_once())
+    print([(steps, size) for _, size, steps in fits], total.item(), torch.distributed.is_initialized())
+
+
+class Slow(Dataset[tuple[torch.Tensor, ...]]):
+    """Needs longer for a sample than the ranks wait for one another."""
+
+    def __init__(self) -> None:
+        self.samples = dataset(64)
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        if index == 9:  # on two ranks, rank 1's, in step 2
+            time.sleep(9)
+        sample: tuple[torch.Tensor, ...] = self.samples[index]
+        return sample
+
+
+def late() -> None:
+    """Let rank 1 be late for a step."""
+    strategy = DDPStrategy(accelerator="cpu", timeout=4, stall_warning=0.6)
+    quiet_trainer(strategy, "auto", max_epochs=1).fit(Regression(), DataLoader(Slow(), batch_size=2))
+
+
+if __name__ == "__main__":
+    main(globals())
