@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from rankwise import Trainer
+from rankwise.registry import StrategyRegistry
 from rankwise.strategies import Strategy
 from tests.process.training_tasks import Regression, loader
 
@@ -21,13 +22,14 @@ def step_of_rank(strategy: Strategy, number: int) -> tuple[int, int, float]:
     return number, strategy.global_rank, float(gradient)
 
 
-def launch_twice(strategy: Strategy) -> list[dict[int, Any]]:
-    """Return every local rank's value of two launches."""
-    found = []
+def life_of(name: str, devices: int) -> tuple[list[list[Any]], list[Any]]:
+    """Return every local rank's values of two launches, and what two Trainers give, of a named strategy."""
+    strategy = StrategyRegistry.create(name, accelerator="cpu", devices=devices)
+    launched = []
     for number in range(2):
         strategy.launch(step_of_rank, number)
-        found.append(strategy.results)
-    return found
+        launched.append(list(strategy.results.values()))
+    return launched, fit_with_two_trainers(StrategyRegistry.create(name), devices)
 
 
 def fit_with_two_trainers(strategy: Strategy, devices: int) -> list[tuple[int, list[float]]]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,7 +24,7 @@ from rankwise.errors import (
 from rankwise.precision import MixedPrecision
 from rankwise.registry import StrategyRegistry
 from rankwise.strategies import AutoStrategy, DDPStrategy, SingleDeviceStrategy, Strategy
-from tests.contract.lives import fit_with_two_trainers, launch_twice
+from tests.contract.lives import fit_with_two_trainers, life_of
 from tests.contract.rules import Facts, facts_of, trained_alone
 from tests.helpers.scripts import ScriptRunner
 from tests.helpers.shared import SharedValues
@@ -38,40 +36,55 @@ RERUN = ("ddp", "ddp_find_unused_parameters_false", "ddp_find_unused_parameters_
 # All strategies that re-run the script, in one script: each of its jobs uses the same two processes.
 SCRIPT = """
     import sys
-    import rankwise
-    from rankwise.registry import StrategyRegistry
-    from tests.contract.rules import facts_of
     import torch
+    from rankwise.registry import StrategyRegistry
+    from tests.contract.lives import life_of
+    from tests.contract.rules import facts_of
 
+    facts, lives = {}, {}
     for name in sys.argv[2:]:
         strategy = StrategyRegistry.create(name, accelerator="cpu", devices=2)
         strategy.launch(facts_of, sys.argv[1])
-        if strategy.is_global_zero:
-            torch.save(strategy.results, f"{name}.facts")
+        facts[name] = strategy.results
+        lives[name] = life_of(name, 2)
+    if strategy.is_global_zero:
+        torch.save((facts, lives), f"{sys.argv[1]}/results.pt")
 """
+
+Life = tuple[list[list[Any]], list[Any]]
 
 
 class _Results:
-    """The facts of every strategy, collected when they are first asked for."""
+    """The facts and the lives of every strategy, collected when they are first asked for."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._shared: SharedValues[dict[str, dict[int, Facts]]] = SharedValues()
+        self._scripts: SharedValues[tuple[dict[str, dict[int, Facts]], dict[str, Life]]] = SharedValues()
+        self._facts: SharedValues[dict[int, Facts]] = SharedValues()
+        self._lives: SharedValues[Life] = SharedValues()
 
-    def of(self, name: str) -> dict[int, Facts]:
+    def facts_of(self, name: str) -> dict[int, Facts]:
+        """Return what each rank has found out."""
         if name in RERUN:
-            return self._shared.get(RERUN, self._rerun)[name]
-        return self._shared.get(name, lambda: self._launch(name))[name]
+            return self._scripts.get(RERUN, self._rerun)[0][name]
+        return self._facts.get(name, lambda: self._launch(name))
 
-    def _rerun(self) -> dict[str, dict[int, Facts]]:
+    def life_of(self, name: str) -> Life:
+        """Return the results of two launches and of two Trainers with one strategy."""
+        if name in RERUN:
+            return self._scripts.get(RERUN, self._rerun)[1][name]
+        return self._lives.get(name, lambda: life_of(name, _size(name)))
+
+    def _rerun(self) -> tuple[dict[str, dict[int, Facts]], dict[str, Life]]:
         result = ScriptRunner(self._folder)(SCRIPT, str(self._folder), *RERUN, env=with_tests())
         assert result.returncode == 0, result
-        return {each: torch.load(self._folder / f"{each}.facts", weights_only=False) for each in RERUN}
+        found: tuple[Any, Any] = torch.load(self._folder / "results.pt", weights_only=False)
+        return found
 
-    def _launch(self, name: str) -> dict[str, dict[int, Facts]]:
+    def _launch(self, name: str) -> dict[int, Facts]:
         strategy = StrategyRegistry.create(name, accelerator="cpu", devices=_size(name))
         strategy.launch(facts_of, str(self._folder))
-        return {name: cast(dict[int, Facts], strategy.results)}
+        return cast(dict[int, Facts], strategy.results)
 
 
 def _size(name: str) -> int:
@@ -110,7 +123,7 @@ def size(name: str) -> int:
 @pytest.fixture
 def ranks(name: str, size: int, results: _Results) -> list[Facts]:
     """Return each rank's facts, in rank order."""
-    found = results.of(name)
+    found = results.facts_of(name)
     assert sorted(found) == list(range(size))
     return [found[rank] for rank in range(size)]
 
@@ -294,22 +307,6 @@ def test_training_equals_one_process(kind: str, ranks: list[Facts]) -> None:
 
 every_name = pytest.mark.parametrize("each", NAMES)
 
-# Like SCRIPT: the jobs of all strategies that re-run the script use the same two processes.
-LIFE_SCRIPT = """
-    import json
-    import sys
-    from rankwise.registry import StrategyRegistry
-    from tests.contract.lives import fit_with_two_trainers, launch_twice
-
-    found = {}
-    for name in sys.argv[1:]:
-        strategy = StrategyRegistry.create(name, accelerator="cpu", devices=2)
-        launched = [list(values.values()) for values in launch_twice(strategy)]
-        found[name] = launched, fit_with_two_trainers(StrategyRegistry.create(name), 2)
-    if strategy.is_global_zero:
-        print(json.dumps(found))
-"""
-
 
 @every_name
 def test_constructing(each: str) -> None:
@@ -430,43 +427,20 @@ def test_auto_shows_the_start_method_that_it_uses(monkeypatch: pytest.MonkeyPatc
     assert strategy.with_().start_method == "popen"
 
 
-@pytest.fixture(scope="module")
-def lives(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Any]]:
-    """Return a function that gives the results of two launches and of two Trainers with one strategy."""
-    folder = tmp_path_factory.mktemp("lives")
-    shared: SharedValues[dict[str, tuple[Any, Any]]] = SharedValues()
-
-    def rerun() -> dict[str, tuple[Any, Any]]:
-        result = ScriptRunner(folder)(LIFE_SCRIPT, *RERUN, env=with_tests())
-        assert result.returncode == 0, result
-        return cast(dict[str, tuple[Any, Any]], json.loads(result.stdout))
-
-    def live(each: str) -> dict[str, tuple[Any, Any]]:
-        strategy = StrategyRegistry.create(each, accelerator="cpu", devices=_size(each))
-        launched = [list(values.values()) for values in launch_twice(strategy)]
-        return {each: (launched, fit_with_two_trainers(StrategyRegistry.create(each), _size(each)))}
-
-    def lives_of(each: str) -> tuple[Any, Any]:
-        if each in RERUN:
-            return shared.get(RERUN, rerun)[each]
-        return shared.get(each, lambda: live(each))[each]
-
-    return lives_of
-
-
 @pytest.mark.parametrize("each", LAUNCHED_TWICE)
-def test_launching_twice(each: str, lives: Callable[[str], tuple[Any, Any]]) -> None:
+def test_launching_twice(each: str, results: _Results) -> None:
     """Both launches run on every rank, with gradients that are averaged."""
     mean = 1.5 if _size(each) == 2 else 1.0
-    launched = [[tuple(value) for value in values] for values in lives(each)[0]]
-    assert launched == [[(number, rank, mean) for rank in range(_size(each))] for number in range(2)]
+    assert results.life_of(each)[0] == [
+        [(number, rank, mean) for rank in range(_size(each))] for number in range(2)
+    ]
 
 
 @pytest.mark.parametrize("each", LAUNCHED_TWICE)
-def test_one_strategy_for_two_trainers(each: str, lives: Callable[[str], tuple[Any, Any]]) -> None:
+def test_one_strategy_for_two_trainers(each: str, results: _Results) -> None:
     """Two Trainers fit with one instance, one after the other, to the weights of one process."""
     single = fit_with_two_trainers(SingleDeviceStrategy(), 1)
-    for (world_size, weights), (_, expected) in zip(lives(each)[1], single, strict=True):
+    for (world_size, weights), (_, expected) in zip(results.life_of(each)[1], single, strict=True):
         assert world_size == _size(each)
         torch.testing.assert_close(torch.tensor(weights), torch.tensor(expected), rtol=0, atol=1e-6)
 

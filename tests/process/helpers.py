@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,14 @@ def ddp(start_method: str, rendezvous: str = "private", **arguments: Any) -> DDP
     """Return a strategy on two CPU processes."""
     arguments = {"accelerator": "cpu", "devices": WORLD, **arguments}
     return DDPStrategy(start_method=start_method, rendezvous=rendezvous, **arguments)
+
+
+def combinations(*parameters: Iterable[str], quick: Collection[tuple[str, ...]]) -> list[Any]:
+    """Return every combination of values, for `parametrize`; those not in `quick` are marked `soak`."""
+    return [
+        pytest.param(*values, marks=() if values in quick else pytest.mark.soak, id="-".join(values))
+        for values in itertools.product(*parameters)
+    ]
 
 
 def with_tests(more: Mapping[str, str | None] | None = None) -> dict[str, str | None]:

@@ -55,7 +55,9 @@ def fit(strategy: Any, world_size: int, callback: Callback) -> tuple[Any, dict[s
     return trainer, {name: each.detach().clone() for name, each in module.named_parameters()}
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+@pytest.mark.parametrize(
+    "start_method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.soak)]
+)
 def test_a_layer_that_is_unfrozen_with_a_group(start_method: str) -> None:
     """Two ranks have one process's weights, and the caller's optimizer has both groups and their states."""
     alone, expected = fit("single_device", 1, Change("unfreeze with a group"))

@@ -68,7 +68,9 @@ class Gathered(Callback):
 
 
 @pytest.mark.ranks_may_differ("the test shows that the marker works")
-@pytest.mark.parametrize("start_method", METHODS)
+@pytest.mark.parametrize(
+    "start_method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.soak)]
+)
 def test_not_compared(start_method: str) -> None:
     """A test with the marker may end with ranks that differ."""
     gathered = Gathered()

@@ -6,7 +6,11 @@ import pytest
 
 from tests.helpers.load import slowdown
 from tests.helpers.scripts import ScriptRunner
-from tests.process.test_host_programs import METHODS
+from tests.process.helpers import METHODS as FROM_A_PROCESS
+from tests.process.helpers import combinations
+
+METHODS = (*FROM_A_PROCESS, "popen")
+STATES = ("busy", "stopped")
 
 WAIT = """
     import os
@@ -60,8 +64,10 @@ CHILD = """
 """
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("state", ["busy", "stopped"])
+# With the next test these are all pairs of the two values and a way to end.
+@pytest.mark.parametrize(
+    ("state", "method"), combinations(STATES, METHODS, quick=[("busy", "fork"), ("stopped", "popen")])
+)
 def test_a_process_that_a_killed_rank_has_forked(state: str, method: str, run_script: ScriptRunner) -> None:
     """It ends with the rank, also while C code holds its interpreter's lock, or while it is suspended."""
     result = run_script(WAIT + CHILD, method, state)
@@ -92,8 +98,9 @@ LEAVES = """
 """
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("state", ["busy", "stopped"])
+@pytest.mark.parametrize(
+    ("state", "method"), combinations(STATES, METHODS, quick=[("busy", "popen"), ("stopped", "fork")])
+)
 def test_a_process_that_a_rank_leaves(state: str, method: str, run_script: ScriptRunner) -> None:
     """The launch does not wait for it, and it ends with the rank."""
     result = run_script(WAIT + LEAVES, method, state)
@@ -141,8 +148,9 @@ AGENT = """
 """
 
 
-@pytest.mark.parametrize("method", [method for method in METHODS if method != "popen"])
-@pytest.mark.parametrize("state", ["busy", pytest.param("writing", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("state", "method"), combinations(("busy", "writing"), FROM_A_PROCESS, quick=[("busy", "fork")])
+)
 def test_the_ranks_of_a_killed_agent(state: str, method: str, run_script: ScriptRunner) -> None:
     """They end with it, while C code holds the lock, or in a write, and with more than 1,024 open files."""
     result = run_script(WAIT + AGENT, method, state, "main")

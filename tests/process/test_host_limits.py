@@ -9,11 +9,9 @@ from tests.helpers.scripts import ScriptResult, ScriptRunner
 from tests.helpers.shared import computed_once
 from tests.process import host_cases
 from tests.process.case_runner import CaseRunner, runner_of
-from tests.process.test_host_programs import ELASTIC, METHODS, by_seccomp
+from tests.process.test_host_programs import ALL_METHODS, ELASTIC, METHODS, by_seccomp
 
 cases = runner_of(host_cases)
-
-ALL_METHODS = ("fork", "spawn", "forkserver", "elastic-fork", "elastic-spawn", "popen")
 
 
 @pytest.mark.parametrize("method", [*METHODS, *ELASTIC])

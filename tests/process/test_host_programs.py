@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from tests.helpers.shared import computed_once
 from tests.process import host_cases
 from tests.process.case_runner import CaseRunner, runner_of
 from tests.process.helpers import METHODS as START_METHODS
-from tests.process.helpers import ddp
+from tests.process.helpers import combinations, ddp
 from tests.process.host_cases import FORK_ENDS, write_to_channel
 
 METHODS = [
@@ -27,11 +28,25 @@ METHODS = [
 
 ELASTIC = ["elastic-fork", pytest.param("elastic-spawn", marks=pytest.mark.soak)]
 
+FORKING = ("fork", "elastic-fork")
+ALL_METHODS = (*FORKING, "spawn", "forkserver", "elastic-spawn", "popen")
+
 cases = runner_of(host_cases)
 
 
-@pytest.mark.parametrize("method", [*METHODS, *ELASTIC])
-@pytest.mark.parametrize("situation", ["timeout", "ignored", "reaped"])
+# Every pair of a situation, a method and an end occurs in this test or the next one.
+@pytest.mark.parametrize(
+    ("situation", "method"),
+    combinations(
+        ("timeout", "ignored", "reaped"),
+        ALL_METHODS,
+        quick=[
+            *itertools.product(("timeout", "ignored", "reaped"), FORKING),
+            ("timeout", "popen"),
+            ("ignored", "popen"),
+        ],
+    ),
+)
 def test_a_good_job(situation: str, method: str, cases: CaseRunner) -> None:
     """A default timeout for sockets ends no channel; a rank whose exit code is unknown is good when done."""
     result = cases("in_situation", situation, method, "good")
@@ -39,8 +54,14 @@ def test_a_good_job(situation: str, method: str, cases: CaseRunner) -> None:
     assert result.stdout.count("fine") == (2 if method == "popen" else 1), result
 
 
-@pytest.mark.parametrize("method", [*METHODS, *ELASTIC])
-@pytest.mark.parametrize("situation", ["ignored", "reaped"])
+@pytest.mark.parametrize(
+    ("situation", "method"),
+    combinations(
+        ("ignored", "reaped"),
+        ALL_METHODS,
+        quick=[*itertools.product(("ignored", "reaped"), FORKING), ("reaped", "popen")],
+    ),
+)
 def test_a_killed_rank_whose_exit_code_is_unknown(situation: str, method: str, cases: CaseRunner) -> None:
     """The rank is named, and why its exit code is not known; where it is known all the same, the signal."""
     result = cases("in_situation", situation, method, "bad")

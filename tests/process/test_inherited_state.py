@@ -72,7 +72,9 @@ def test_ranks_begin_as_the_caller_is(start_method: str, caller: Facts) -> None:
         assert strategy.results == {0: caller, 1: caller}
 
 
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+@pytest.mark.parametrize(
+    "start_method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.soak)]
+)
 def test_elastic_ranks_begin_as_the_caller_is(start_method: str, caller: Facts) -> None:
     """Ranks that torch's agent starts do, too."""
     strategy = DDPElasticStrategy(accelerator="cpu", devices=2, start_method=start_method)

@@ -111,12 +111,17 @@ def _wakeup_fd() -> int:
     return descriptor
 
 
-@pytest.fixture(params=[(m, r) for m in METHODS for r in RENDEZVOUS], ids="-".join)
+SPAWN_TCP = pytest.param("spawn-tcp", marks=pytest.mark.soak)  # this pair is in test_spawn_does_the_same, too
+
+
+@pytest.fixture(
+    params=[*(f"{m}-{r}" for m in METHODS for r in RENDEZVOUS if f"{m}-{r}" != "spawn-tcp"), SPAWN_TCP]
+)
 @computed_once
 def job(request: pytest.FixtureRequest) -> _Job:
     """Launch twice, by each start method with each rendezvous."""
     gc.unfreeze()  # importing the forkserver's preload in this process has frozen what was there
-    return _Job(*request.param)
+    return _Job(*request.param.split("-"))
 
 
 @pytest.fixture(params=["fork", "forkserver"])

@@ -401,7 +401,7 @@ class ReplacesItsLists(Regression):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
+@pytest.mark.parametrize("strategy", ELSEWHERE)
 def test_lists_replaced_within_a_fit(strategy: str, tmp_path: Path) -> None:
     """New callbacks and loggers count in the ranks; the caller's own get their state."""
     own = ModelCheckpoint(dirpath=tmp_path, filename="own")
