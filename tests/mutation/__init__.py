@@ -1,0 +1,1 @@
+"""Change the source in small ways, one at a time, and see whether a test fails."""

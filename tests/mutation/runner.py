@@ -1,0 +1,132 @@
+"""Run chosen tests of an overlay of a project, with or without a mutant."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import TypeVar
+
+from tests.mutation import worker
+from tests.mutation.mutants import Mutant
+from tests.mutation.overlay import make_overlay
+from tests.mutation.worker import Outcome, Request
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+USUAL_LIMIT_S = 120.0
+REMOVED = (
+    "PYTHONPATH",
+    "PYTEST_CURRENT_TEST",
+    "PYTEST_XDIST_WORKER",
+    "COVERAGE_PROCESS_START",
+    "COVERAGE_PROCESS_CONFIG",
+)
+
+
+class Runner:
+    """An overlay with a warm process in it."""
+
+    def __init__(self, project: Path, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        self._folder = folder
+        self.copy, python = make_overlay(project, folder)
+        variables = {name: value for name, value in os.environ.items() if name not in REMOVED}
+        self._process = subprocess.Popen(
+            [python, worker.__file__, str(folder)],
+            cwd=self.copy,
+            env=variables,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._count = 0
+
+    def run(
+        self,
+        files: Sequence[str],
+        tests: Sequence[str] = (),
+        *,
+        mutant: Mutant | None = None,
+        limits_s: Mapping[str, float] | None = None,
+        config: Path | None = None,
+    ) -> Outcome:
+        """Run tests, all of `files` if `tests` is empty. With `tests`, the first failure ends the run."""
+        request = Request(
+            files, tests, limits_s or {}, USUAL_LIMIT_S, None if config is None else str(config)
+        )
+        with self._mutated(mutant):
+            return self._ask(request)
+
+    def _ask(self, request: Request) -> Outcome:
+        if self._process.stdin is None or self._process.stdout is None:
+            raise RuntimeError("The process has no pipes.")
+        print(json.dumps(asdict(request)), file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"The process that runs tests has ended with {self._process.wait()}.")
+        return Outcome(**json.loads(answer))
+
+    @contextlib.contextmanager
+    def _mutated(self, mutant: Mutant | None) -> Iterator[None]:
+        if mutant is None:
+            yield
+            return
+        path = self.copy / mutant.path
+        original = path.read_text()
+        try:
+            self._write(path, mutant.text)
+            yield
+        finally:
+            self._write(path, original)
+
+    def _write(self, path: Path, text: str) -> None:
+        """Write a file with another time than it ever had, so that no compiled file is taken for it."""
+        self._count += 1
+        path.write_text(text)
+        os.utime(path, (self._count, self._count))
+
+    def close(self) -> None:
+        """End the process and remove the overlay."""
+        self._process.kill()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def runners(project: Path, count: int) -> Iterator[list[Runner]]:
+    """Return `count` runners, each with its own overlay in a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="mutation-") as folder, contextlib.ExitStack() as stack:
+        made = [Runner(project, Path(folder) / str(number)) for number in range(count)]
+        for runner in made:
+            stack.callback(runner.close)
+        yield made
+
+
+def at_once(
+    runners: Sequence[Runner], function: Callable[[Runner, T], R], values: Iterable[T]
+) -> Iterator[R]:
+    """Call `function` for each value, with as many at once as there are runners; in the order of the values."""
+    idle: queue.SimpleQueue[Runner] = queue.SimpleQueue()
+    for runner in runners:
+        idle.put(runner)
+
+    def call(value: T) -> R:
+        runner = idle.get()
+        try:
+            return function(runner, value)
+        finally:
+            idle.put(runner)
+
+    with ThreadPoolExecutor(len(runners)) as pool:
+        yield from pool.map(call, values)
