@@ -39,8 +39,8 @@ class Report:
         failing = [f"fails without a mutant: {test}" for test in self.failing]
         cpu_s = sum(verdict.cpu_s for verdict in self.verdicts) / max(1, len(self.verdicts))
         killed = len(self.verdicts) - len(self.survivors)
-        rate = f"{killed} of {len(self.verdicts)} mutants killed ({self.rate:.0%}), {cpu_s:.1f} s of processor time each"
-        return "\n".join([*survivors, *failing, rate])
+        rate = f"{killed} of {len(self.verdicts)} mutants killed ({self.rate:.0%})"
+        return "\n".join([*survivors, *failing, f"{rate}, {cpu_s:.1f} s of processor time each"])
 
 
 def judge_mutants(

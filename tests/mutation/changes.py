@@ -35,6 +35,24 @@ Change = tuple[ast.expr | ast.stmt, str]
 def changes_of(node: ast.AST) -> Iterator[Change]:
     """Return the changes of one node; none for most nodes."""
     match node:
+        case ast.stmt():
+            yield from _statements(node)
+        case ast.Compare() | ast.BoolOp() | ast.UnaryOp() | ast.BinOp():
+            yield from _operators(node)
+        case ast.Constant(value=bool() | int() as value):
+            yield node, str(not value if isinstance(value, bool) else value + 1)
+        case ast.Call(func=ast.Name(id=name) as function) if name in OTHER_FUNCTION:
+            yield function, OTHER_FUNCTION[name]
+        case ast.Slice():
+            yield from _slices(node)
+        case ast.IfExp(test=test):
+            yield from ((test, text) for text in ("True", "False"))
+        case ast.comprehension(ifs=conditions):
+            yield from ((condition, "True") for condition in conditions)
+
+
+def _operators(node: ast.expr) -> Iterator[Change]:
+    match node:
         case ast.Compare():
             yield from _comparisons(node)
         case ast.BoolOp(op=op, values=values):
@@ -44,24 +62,12 @@ def changes_of(node: ast.AST) -> Iterator[Change]:
             yield node, f"({ast.unparse(operand)})"
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OTHER_ARITHMETIC:
             yield node, ast.unparse(ast.BinOp(left, OTHER_ARITHMETIC[type(op)](), right))
-        case ast.AugAssign(target=target, op=op, value=value) if type(op) in OTHER_ARITHMETIC:
-            yield node, ast.unparse(ast.AugAssign(target, OTHER_ARITHMETIC[type(op)](), value))
-        case ast.Constant(value=bool() | int() as value):
-            yield node, str(not value if isinstance(value, bool) else value + 1)
-        case ast.Call(func=ast.Name(id=name) as function) if name in OTHER_FUNCTION:
-            yield function, OTHER_FUNCTION[name]
-        case ast.Slice():
-            yield from _slices(node)
-        case ast.stmt():
-            yield from _statements(node)
-        case ast.IfExp(test=test):
-            yield from ((test, text) for text in ("True", "False"))
-        case ast.comprehension(ifs=conditions):
-            yield from ((condition, "True") for condition in conditions)
 
 
 def _statements(node: ast.stmt) -> Iterator[Change]:
     match node:
+        case ast.AugAssign(target=target, op=op, value=value) if type(op) in OTHER_ARITHMETIC:
+            yield node, ast.unparse(ast.AugAssign(target, OTHER_ARITHMETIC[type(op)](), value))
         case ast.Return(value=ast.expr() as value) if ast.unparse(value) != "None":
             yield value, "None"
         case ast.Expr(value=ast.Call() as call) if not _only_logs(call):

@@ -94,7 +94,7 @@ class Judge:
 
 
 def _nearness(test_file: str, source_file: str) -> int:
-    """Return 0 for the tests of a source file, 1 for those of its folder, 2 for other quick ones, 3 for the rest."""
+    """Return 0 for the tests of a source file, 1 of its folder, 2 for other quick ones, 3 for the rest."""
     test, source = PurePath(test_file), PurePath(source_file)
     is_quick = test_file.startswith(("tests/unit/", "tests/contract/"))
     if not is_quick:

@@ -47,8 +47,8 @@ class Mutant:
     @property
     def diff(self) -> str:
         """The change as a unified diff."""
-        texts = (text.splitlines(keepends=True) for text in (self.original, self.text))
-        return "".join(difflib.unified_diff(*texts, self.path, self.path, n=2))
+        before, after = (text.splitlines(keepends=True) for text in (self.original, self.text))
+        return "".join(difflib.unified_diff(before, after, self.path, self.path, n=2))
 
     def is_valid(self) -> bool:
         """Whether the changed file is Python, and another program than before."""
@@ -99,8 +99,8 @@ def mutants_of(root: Path, path: str) -> Iterator[Mutant]:
 class _Finder(ast.NodeVisitor):
     """Collects the changes of a module, with the lines that run them.
 
-    A default argument, and what a class or module executes when it is imported, takes effect where the function,
-    class or module is used: its lines are all of them.
+    A default argument, and what a class or module executes when it is imported, takes effect where the
+    function, class or module is used: its lines are all of theirs.
     """
 
     def __init__(self, module: ast.Module) -> None:
@@ -125,14 +125,14 @@ class _Finder(ast.NodeVisitor):
         super().generic_visit(node)
         self._lines = before
 
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:  # noqa: N802 -- named by ast
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
         before = self._in_function, self._lines
         self._in_function, self._lines = False, _all_lines(node)
         for statement in node.body:
             self.visit(statement)
         self._in_function, self._lines = before
 
-    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:  # noqa: N802 -- named by ast
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         before = self._in_function, self._lines
         self._in_function, self._lines = False, _all_lines(node)
         for default in (*node.args.defaults, *filter(None, node.args.kw_defaults)):
@@ -142,13 +142,14 @@ class _Finder(ast.NodeVisitor):
             self.visit(statement)
         self._in_function, self._lines = before
 
-    visit_AsyncFunctionDef = visit_FunctionDef
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
+        self.visit_FunctionDef(node)
 
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:  # noqa: N802 -- named by ast
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         if node.value is not None:
             self.visit(node.value)
 
-    def visit_Call(self, node: ast.Call) -> None:  # noqa: N802 -- named by ast
+    def visit_Call(self, node: ast.Call) -> None:
         if isinstance(node.func, ast.Name) and node.func.id == "cast":
             node = ast.Call(node.func, node.args[1:], node.keywords)
         self.generic_visit(node)

@@ -16,8 +16,8 @@ NOT_COPIED = shutil.ignore_patterns(
 def make_overlay(project: Path, folder: Path) -> tuple[Path, Path]:
     """Copy `project` into `folder`; return the copy and the Python that imports it.
 
-    All that this Python starts with `sys.executable` imports the copy too, with any environment variables. What
-    else is installed, it takes from the environment of this process.
+    All that this Python starts with `sys.executable` imports the copy too, with any environment variables.
+    It takes the other packages from the environment of this process.
     """
     copy = folder / "copy"
     shutil.copytree(project, copy, ignore=NOT_COPIED)

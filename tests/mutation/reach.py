@@ -1,7 +1,7 @@
 """Record which tests run which lines, and keep the record for the next run.
 
-Each test file is run once under coverage, in an overlay, with the name of the test as coverage's context, also in
-the processes that the test starts. The record of a file holds until the source, the file or its helpers change.
+Each test file runs once under coverage, in an overlay, with the name of the test as coverage's context, also
+in the processes that the test starts. The record is used until the source, the file or a helper changes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ disable_warnings = no-data-collected, module-not-imported
 """
 BITS = """
 select file.path, context.context, line_bits.numbits
-from line_bits join file on file.id = file_id join context on context.id = context_id where context.context != ''
+from line_bits join file on file.id = file_id join context on context.id = context_id
+where context.context != ''
 """
 
 
@@ -63,15 +64,20 @@ def records_of(project: Path, files: Sequence[str], runners: Sequence[Runner]) -
     known = [_read(project, file, common) for file in files]
     missing = [record for record in known if not record.durations and not record.failed]
     missing.sort(key=lambda record: (project / record.file).stat().st_size, reverse=True)
-    for number, record in enumerate(at_once(runners, record_file, missing), 1):
+
+    def record_and_keep(runner: Runner, record: Record) -> Record:
+        record_file(runner, record)
         _path(project, record.file).write_text(json.dumps(vars(record)))
+        return record
+
+    for number, record in enumerate(at_once(runners, record_and_keep, missing), 1):
         print(f"[{number}/{len(missing)}] recorded {record.file}: {len(record.durations)} tests", flush=True)
         for test in record.failed:
             print(f"  fails without a mutant: {test}", flush=True)
     return known
 
 
-def record_file(runner: Runner, record: Record) -> Record:
+def record_file(runner: Runner, record: Record) -> None:
     """Run the tests of a file under coverage. What fails is tried again without."""
     data = runner.copy.parent / "coverage"
     shutil.rmtree(data, ignore_errors=True)
@@ -87,7 +93,6 @@ def record_file(runner: Runner, record: Record) -> Record:
         record.durations |= again.durations
         if test not in again.durations:
             record.failed.append(test)
-    return record
 
 
 def _add_lines(record: Record, copy: Path, data: Path) -> None:

@@ -116,7 +116,7 @@ def runners(project: Path, count: int) -> Iterator[list[Runner]]:
 def at_once(
     runners: Sequence[Runner], function: Callable[[Runner, T], R], values: Iterable[T]
 ) -> Iterator[R]:
-    """Call `function` for each value, with as many at once as there are runners; in the order of the values."""
+    """Call `function` for each value, as many at once as there are runners; yield the results in order."""
     idle: queue.SimpleQueue[Runner] = queue.SimpleQueue()
     for runner in runners:
         idle.put(runner)

@@ -1,6 +1,6 @@
 """A warm process that has torch imported, and runs chosen tests in forks of itself.
 
-It is started by the Python of an overlay, in the copied project, and imports nothing of either. It reads a request
+The Python of an overlay starts it, in the copied project, of which it imports nothing. It reads one request
 per line from stdin, and answers each with a line on stdout.
 """
 
@@ -53,8 +53,8 @@ class Request:
 class Outcome:
     """How the run of a request ended.
 
-    `failed` are the tests that failed, or `COLLECTING`; `hung` is the one that ran past its limit. `durations` has
-    every test that passed, with its seconds.
+    `failed` are the tests that failed, or `COLLECTING`; `hung` is the one that ran past its limit.
+    `durations` has the seconds of every test that passed.
     """
 
     failed: Sequence[str]
@@ -64,7 +64,7 @@ class Outcome:
     output: str
 
 
-# ------------------------------------------------------------------------------------------- in a fork
+# ----------------------------------------------------------------------------------- in a fork
 
 
 class Recorder:
@@ -115,7 +115,7 @@ def run_pytest(request: Request, folder: Path, events: int) -> None:
     try:
         os.setsid()
         ctypes.CDLL(None).prctl(DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
-        sys.path.insert(0, os.getcwd())
+        sys.path.insert(0, str(Path.cwd()))
         sys.argv[:] = ["pytest"]
         sys.orig_argv[:] = [sys.executable, "-m", "pytest"]
         measured = None
@@ -138,7 +138,7 @@ def run_pytest(request: Request, folder: Path, events: int) -> None:
         if measured is not None:
             measured.stop()
             measured.save()
-    except BaseException:  # noqa: BLE001 -- the status says that something was wrong
+    except BaseException:
         traceback.print_exc()
     finally:
         with contextlib.suppress(OSError, ValueError):
@@ -146,7 +146,7 @@ def run_pytest(request: Request, folder: Path, events: int) -> None:
         os._exit(status)
 
 
-# ------------------------------------------------------------------------------------------- in the warm process
+# ----------------------------------------------------------------------------------- in the warm process
 
 
 def run(request: Request, folder: Path) -> Outcome:
