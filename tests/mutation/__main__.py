@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,6 +78,7 @@ def main() -> int:
     )
     parser.add_argument("-j", "--jobs", type=int, default=2, help="how many tests run at once (default: 2)")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # removes the temporary folder
     report = judge_mutants(
         PROJECT, given.places, given.tests, seed=given.seed, count=given.count, jobs=given.jobs
     )

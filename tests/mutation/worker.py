@@ -31,7 +31,7 @@ TEST_VARIABLE = "RANKWISE_TEST_MUTATION_CONTEXT"
 POLL_S = 0.05
 NOT_STARTED = 70
 NOTHING_SELECTED = 5  # pytest's exit code
-DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG: the fork ends with the warm process
+DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG: a process ends with the one that started it
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: orphans of a run become children of the warm process
 
 
@@ -114,7 +114,7 @@ def run_pytest(request: Request, folder: Path, events: int) -> None:
     status = NOT_STARTED
     try:
         os.setsid()
-        ctypes.CDLL(None).prctl(DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
+        process_option(DEATH_SIGNAL, signal.SIGKILL)
         sys.path.insert(0, str(Path.cwd()))
         sys.argv[:] = ["pytest"]
         sys.orig_argv[:] = [sys.executable, "-m", "pytest"]
@@ -222,13 +222,19 @@ def _kill_descendants() -> None:
                 pass
 
 
+def process_option(number: int, value: int) -> None:
+    """Set an option of this process; see prctl(2)."""
+    ctypes.CDLL(None).prctl(number, int(value), 0, 0, 0)
+
+
 def main() -> None:
     """Answer requests until stdin ends."""
     del sys.path[0]  # this file's folder
     folder = Path(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
+    process_option(DEATH_SIGNAL, signal.SIGKILL)
+    process_option(SUBREAPER, 1)
     for name in PRELOAD:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

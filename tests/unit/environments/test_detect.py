@@ -228,6 +228,13 @@ def test_local_rank_on_one_node(variables: Variables) -> None:
     assert found.ranks == RankInfo(1, 1, 0, 2, 2, 1)
 
 
+@pytest.mark.parametrize("rank", range(4))
+def test_nodes_of_equal_size(rank: int) -> None:
+    """Without a variable for it the node follows from the ranks."""
+    found = detect_environment({**plain(rank, 4), "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"})
+    assert found.environment.ranks == RankInfo(rank, rank % 2, rank // 2, 4, 2, 2)
+
+
 def test_the_error_says_what_to_set() -> None:
     """A set that lacks one rank is refused with what to set, and how to start nodes instead."""
     for missing in ("RANK", "LOCAL_RANK"):

@@ -81,6 +81,8 @@ def test_gradients_in_new_buckets() -> None:
         parameter.grad = gradient
     gradients.pieces()[0].add_(1)
     assert (float(first.sum()), float(second.sum())) == (0, 8)
+    parameters[1].grad = other = torch.ones(2)  # of one of them alone
+    assert [piece.data_ptr() for piece in gradients.pieces()] == [second.data_ptr(), other.data_ptr()]
 
 
 def test_packing_and_unpacking() -> None:

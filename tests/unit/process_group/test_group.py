@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from rankwise.errors import ProcessGroupError
 from rankwise.gradient_sync import GradientSync
-from rankwise.process_group.group import process_group
+from rankwise.process_group.group import join_process_group, process_group
 from rankwise.ranks import RankInfo
 from rankwise.strategies.module_wrapping import WrappedModules
 
@@ -70,6 +71,20 @@ def test_groups_end_with_the_last_reference() -> None:
     kept.clear()
     assert [group() for group in left] == [None, None]
     assert becomes_true(lambda: threads_of_gloo() <= before)
+
+
+def test_a_refused_group_is_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch's way of creating groups is unknown, the group that it has created does not stay."""
+
+    def refuse() -> None:
+        assert dist.is_initialized()
+        raise ProcessGroupError("unknown")
+
+    monkeypatch.setattr("rankwise.process_group.group.refuse_unknown_torch", refuse)
+    ranks, minute = RankInfo(0, 0, 0, 1, 1, 1), timedelta(minutes=1)
+    with pytest.raises(ProcessGroupError, match="unknown"):
+        join_process_group(dist.HashStore(), ranks, "gloo", torch.device("cpu"), timeout=minute)
+    assert not dist.is_initialized()
 
 
 def test_groups_end_with_the_wrappers_of_a_job() -> None:

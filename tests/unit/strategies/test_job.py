@@ -1,15 +1,18 @@
-"""`check_collectives`: what it may be, and that nothing is touched where it is off."""
+"""What a job changes in its process, and what it leaves as it is."""
 
 from __future__ import annotations
 
+import signal
 from contextlib import ExitStack
 
 import pytest
 import torch.distributed as dist
 
+from rankwise.checkpoint import AsyncCheckpointIO
 from rankwise.errors import InvalidArgumentError, InvalidTypeError
 from rankwise.process_group.interception import intercepted
 from rankwise.strategies import AutoStrategy, DDPStrategy
+from rankwise.strategies.job import sigterm_deferred
 
 
 @pytest.mark.parametrize(
@@ -46,6 +49,20 @@ def test_off_touches_nothing() -> None:
     with intercepted(lambda call: None):
         assert vars(dist.ProcessGroup)["allreduce"] is not methods["allreduce"]
     assert dict(vars(dist.ProcessGroup)) == methods
+
+
+def test_a_handler_of_sigterm_stays() -> None:
+    """A checkpoint that is being written defers SIGTERM only where it would end the process."""
+
+    def handler(number: int, frame: object) -> None:
+        pass
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        with sigterm_deferred(AsyncCheckpointIO()):
+            assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_blocks_may_overlap() -> None:

@@ -313,6 +313,15 @@ def test_the_loss_scaling_of_lightning(key: str) -> None:
     }
 
 
+@pytest.mark.parametrize(("is_last", "total"), [(True, 7), (False, 4)])
+def test_the_batches_of_earlier_epochs_of_lightning(is_last: bool, total: int) -> None:
+    """Those of an epoch that begins again are not counted."""
+    loops = fit_loop(2, 1, 3, is_last=is_last)
+    loops["fit_loop"]["epoch_loop.batch_progress"]["total"]["ready"] = 7
+    state = LightningState(of_a_fit(**LIGHTNING, global_step=7, loops=loops), "a.ckpt")
+    assert (state.total_batches, state.epoch) == (total, 2 if is_last else 1)
+
+
 def test_what_does_not_continue(tmp_path: Path) -> None:
     """The state of callbacks, and a position within an epoch, are named in a warning."""
     contents = of_a_fit(loops=fit_loop(2, 1, 3, is_last=False), callbacks={"EarlyStopping{...}": {}})

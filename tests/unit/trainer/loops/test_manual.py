@@ -148,10 +148,13 @@ def test_toggling(tmp_path: Path) -> None:
                 seen.append(self.required())
             seen.append(self.required())
             first.step()
+            self.other.weight.requires_grad_(False)
+            self.untoggle_optimizer(first)  # which is not toggled any more
+            seen.append(self.required())
 
     trainer(tmp_path, max_steps=1).fit(Toggling(), loader())
     first, second, both = [True, True, False, False], [False, False, True, False], [True, True, True, False]
-    assert seen == [first, second, both, first, both]
+    assert seen == [first, second, both, first, both, first]
 
 
 def test_toggling_with_master_weights(tmp_path: Path) -> None:
@@ -279,6 +282,24 @@ def test_nonfinite_losses_are_judged_by_optimizer(tmp_path: Path) -> None:
     assert moved == [False, False, True, True]
     with pytest.raises(NonFiniteLossError, match="global_rank 0 of 1"):
         trainer(tmp_path, on_nonfinite="raise").fit(Spoilt(), loader())
+
+
+def test_a_loss_whose_gradients_are_cleared(tmp_path: Path) -> None:
+    """A later step is not refused for it: an infinite gradient of a finite loss is named as such."""
+
+    class Cleared(Duel):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            first, _ = self.optimizers()
+            for factor in (float("nan"), 1.0):
+                first.zero_grad()
+                self.manual_backward(self.loss(batch) * factor)
+            gradient = self.layer.weight.grad
+            assert gradient is not None
+            gradient.fill_(float("inf"))
+            first.step()
+
+    with pytest.raises(NonFiniteLossError, match="though every rank's loss is finite"):
+        trainer(tmp_path, on_nonfinite="raise").fit(Cleared(), loader())
 
 
 def test_checkpoints_keep_both_optimizers(tmp_path: Path) -> None:
