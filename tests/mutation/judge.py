@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import PurePath
 
 from tests.mutation.mutants import Mutant
 from tests.mutation.reach import Record
@@ -42,14 +42,17 @@ class Verdict:
 class Judge:
     """Tries tests with mutants, by the records of which tests reach which lines."""
 
-    def __init__(self, records: Iterable[Record], budget_s: float = BUDGET_S) -> None:
+    def __init__(
+        self, records: Iterable[Record], *, budget_s: float = BUDGET_S, slack_s: float = SLACK_S
+    ) -> None:
         self._records = list(records)
         self._budget_s = budget_s
+        self._slack_s = slack_s
 
     def __call__(self, runner: Runner, mutant: Mutant) -> Verdict:
         """Run tests until one fails. A process test that fails has to fail twice."""
-        reaching = self._reaching(mutant)
-        tests = self._affordable(reaching)
+        reaching = self.tests(mutant)
+        tests = self.affordable(reaching)
         left, cpu_s = list(tests), 0.0
         while left:
             outcome = self._run(runner, left, mutant)
@@ -68,10 +71,10 @@ class Judge:
 
     def _run(self, runner: Runner, tests: Sequence[str], mutant: Mutant) -> Outcome:
         files = dict.fromkeys(test.partition("::")[0] for test in tests)
-        limits_s = {test: SLACK_S + 10 * seconds for test, seconds in self._reaching(mutant).items()}
+        limits_s = {test: self._slack_s + 10 * seconds for test, seconds in self.tests(mutant).items()}
         return runner.run(list(files), tests, mutant=mutant, limits_s=limits_s)
 
-    def _reaching(self, mutant: Mutant) -> dict[str, float]:
+    def tests(self, mutant: Mutant) -> dict[str, float]:
         """Return the tests that reach a mutant with their seconds, in the order in which they are tried.
 
         Within a class of nearness, each file's shortest test comes first, then each file's second.
@@ -83,7 +86,7 @@ class Judge:
             found += [(nearness, number, seconds, test) for number, (seconds, test) in enumerate(tests)]
         return {test: seconds for _, _, seconds, test in sorted(found)}
 
-    def _affordable(self, tests: dict[str, float]) -> list[str]:
+    def affordable(self, tests: dict[str, float]) -> list[str]:
         """Return as many tests as fit into the budget, at least one."""
         until = itertools.accumulate(tests.values())
         return [
@@ -102,9 +105,3 @@ def _nearness(test_file: str, source_file: str) -> int:
     if test.parent.name != source.parent.name:
         return 2
     return 0 if test.stem.startswith(f"test_{source.stem}") else 1
-
-
-def files_of_tests(project: Path, folders: Iterable[str]) -> list[str]:
-    """Return the test files of folders."""
-    paths = (path for folder in folders for path in sorted((project / folder).rglob("test_*.py")))
-    return [str(path.relative_to(project)) for path in paths]

@@ -8,9 +8,7 @@ import sysconfig
 import venv
 from pathlib import Path
 
-NOT_COPIED = shutil.ignore_patterns(
-    ".git", ".venv*", ".*_cache", ".hypothesis", ".coverage*", ".mutation", "__pycache__"
-)
+NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", ".*_cache", ".hypothesis", ".coverage*", "__pycache__")
 
 
 def make_overlay(project: Path, folder: Path) -> tuple[Path, Path]:

@@ -18,7 +18,7 @@ from tests.mutation.mutants import Mutant
 from tests.mutation.runner import Runner, at_once
 from tests.mutation.worker import TEST_VARIABLE
 
-FOLDER = ".mutation"
+FOLDER = ".coverage.mutation"
 SOURCE = "src"
 CONFIG = """\
 [run]

@@ -23,6 +23,7 @@ from tests.mutation.worker import Outcome, Request
 T = TypeVar("T")
 R = TypeVar("R")
 
+PRELOAD = ("torch", "torch.distributed")
 USUAL_LIMIT_S = 120.0
 REMOVED = (
     "PYTHONPATH",
@@ -36,13 +37,13 @@ REMOVED = (
 class Runner:
     """An overlay with a warm process in it."""
 
-    def __init__(self, project: Path, folder: Path) -> None:
+    def __init__(self, project: Path, folder: Path, preload: Sequence[str]) -> None:
         folder.mkdir(parents=True)
         self._folder = folder
         self.copy, python = make_overlay(project, folder)
         variables = {name: value for name, value in os.environ.items() if name not in REMOVED}
         self._process = subprocess.Popen(
-            [python, worker.__file__, str(folder)],
+            [python, worker.__file__, str(folder), *preload],
             cwd=self.copy,
             env=variables,
             stdin=subprocess.PIPE,
@@ -104,10 +105,10 @@ class Runner:
 
 
 @contextlib.contextmanager
-def runners(project: Path, count: int) -> Iterator[list[Runner]]:
+def runners(project: Path, count: int, preload: Sequence[str] = PRELOAD) -> Iterator[list[Runner]]:
     """Return `count` runners, each with its own overlay in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder, contextlib.ExitStack() as stack:
-        made = [Runner(project, Path(folder) / str(number)) for number in range(count)]
+        made = [Runner(project, Path(folder) / str(number), preload) for number in range(count)]
         for runner in made:
             stack.callback(runner.close)
         yield made

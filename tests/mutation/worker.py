@@ -1,4 +1,4 @@
-"""A warm process that has torch imported, and runs chosen tests in forks of itself.
+"""A warm process that has modules such as torch imported, and runs chosen tests in forks of itself.
 
 The Python of an overlay starts it, in the copied project, of which it imports nothing. It reads one request
 per line from stdin, and answers each with a line on stdout.
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     import coverage
     import pytest
 
-PRELOAD = ("torch", "torch.distributed", "psutil", "pytest", "coverage", "_pytest.assertion.rewrite")
 COLLECTING = "collection"
 TEST_VARIABLE = "RANKWISE_TEST_MUTATION_CONTEXT"
 POLL_S = 0.05
@@ -235,9 +234,8 @@ def main() -> None:
     os.dup2(2, 1)
     process_option(DEATH_SIGNAL, signal.SIGKILL)
     process_option(SUBREAPER, 1)
-    for name in PRELOAD:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+    for name in ("psutil", "pytest", "coverage", *sys.argv[2:]):
+        importlib.import_module(name)
     for line in sys.stdin:
         outcome = run(Request(**json.loads(line)), folder)
         print(json.dumps(asdict(outcome)), file=answers, flush=True)
