@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
 from rankwise.data import CombinedLoader
+from rankwise.data.combined_loader import rows as rows_of
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, UnknownNameError
 
 A, B = range(3), range(10, 12)
@@ -65,6 +66,12 @@ def test_what_cannot_begin_again() -> None:
     """A generator that has ended is an error where it would have to begin again."""
     with pytest.raises(ConfigurationError, match="Loader 1 of several has no batch"):
         list(CombinedLoader([A, iter(B)], "max_size_cycle"))
+
+
+def test_a_loader_that_has_ended_before() -> None:
+    """A pass that continues while one loader is in its second pass ends when the others have ended."""
+    starts = [lambda _: iter(A), lambda _: iter(B)]
+    assert list(rows_of("max_size_cycle", starts, [1, 0])) == [[0, 10], [1, 11]]
 
 
 def test_no_loaders() -> None:

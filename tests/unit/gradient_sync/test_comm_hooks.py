@@ -31,7 +31,7 @@ from rankwise.errors import (
 from rankwise.gradient_sync import CommHookRegistry, HookPlace, register_ddp_comm_hook
 from rankwise.gradient_sync.hook_registry import PowerSGDMemory
 from rankwise.strategies import DDPStrategy
-from tests.helpers.threaded import ThreadedStrategy, run_ranks
+from tests.helpers.threaded import ThreadedStrategy, counted_reductions, run_ranks
 from tests.unit.gradient_sync.helpers import (
     accumulate,
     alone,
@@ -454,6 +454,16 @@ def test_what_has_changed_is_averaged() -> None:
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
+def test_what_was_averaged_is_not_averaged_again() -> None:
+    """Training that ends with the step that averaged the models reduces nothing more."""
+    counts = []
+    for ends in (False, True):
+        with counted_reductions() as sizes:
+            on_ranks(2, lambda s, m, ends=ends: local_steps(s, m, 3, ends), net(), **LOCAL)
+        counts.append(sizes)
+    assert counts[0] == counts[1]
+
+
 def test_local_sgd_in_groups() -> None:
     """With `subgroup_size` ranks of a subgroup have one model; the size must divide the world size."""
     hook = "post_localsgd:start_localSGD_iter=0,subgroup_size={}"
@@ -474,7 +484,9 @@ def test_distributed_optimizers_are_refused_with_averaging() -> None:
 
     def run(strategy: ThreadedStrategy, wrapped: nn.Module) -> None:
         optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.SGD, lr=0.1)
-        strategy.on_after_setup_optimizers([optimizer])
+        with pytest.raises(ConfigurationError, match="ZeroRedundancyOptimizer"):
+            strategy.on_after_setup_optimizers([optimizer])
+        with pytest.raises(ConfigurationError, match="ZeroRedundancyOptimizer"):
+            strategy.gradients.after_step(optimizer)
 
-    with pytest.raises(ConfigurationError, match="ZeroRedundancyOptimizer"):
-        on_ranks(1, run, net(), **LOCAL)
+    on_ranks(1, run, net(), **LOCAL)
