@@ -1,4 +1,4 @@
-"""docs/features.md: every row names existing tests, one on several processes; so do the limits."""
+"""docs/features.md: every row names existing tests, one on several processes, and one of the default tier."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import SLOW_FOLDERS
 
 REPOSITORY = Path(__file__).parents[1]
 PAGE = REPOSITORY / "docs" / "features.md"
@@ -23,21 +25,30 @@ def rows(page: str = PAGE.read_text()) -> list[tuple[str, list[str]]]:
 
 
 @cache
-def names_in(path: str) -> set[str]:
-    """Return the names of the tests in a file, those in classes with the class's."""
+def tests_in(path: str) -> dict[str, ast.FunctionDef]:
+    """Return the tests in a file by name, those in classes with the class's."""
     tree = ast.parse((REPOSITORY / path).read_text())
-    found = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    found = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}::{item.name}" for item in node.body if isinstance(item, ast.FunctionDef)}
-    return {name for name in found if name.rpartition("::")[2].startswith("test_")}
+            methods = [item for item in node.body if isinstance(item, ast.FunctionDef)]
+            found |= {f"{node.name}::{item.name}": item for item in methods}
+    return {name: node for name, node in found.items() if name.rpartition("::")[2].startswith("test_")}
+
+
+def is_in_default_tier(test: str) -> bool:
+    """Return whether plain `pytest` runs a test, at least for some of its parameters."""
+    path, name = test.split("::", 1)
+    if not path.startswith(tuple(f"tests/{folder}/" for folder in (*SLOW_FOLDERS, "cluster", "gpu"))):
+        return True
+    return "pytest.mark.quick" in map(ast.unparse, tests_in(path)[name].decorator_list)
 
 
 def missing(tests: list[str]) -> list[str]:
     """Return the tests that do not exist."""
     named = [(test, *test.split("::", 1)) for test in tests]
     return [
-        test for test, path, name in named if not (REPOSITORY / path).is_file() or name not in names_in(path)
+        test for test, path, name in named if not (REPOSITORY / path).is_file() or name not in tests_in(path)
     ]
 
 
@@ -50,9 +61,10 @@ def test_there_are_rows() -> None:
 
 @pytest.mark.parametrize(("feature", "tests"), rows())
 def test_feature(feature: str, tests: list[str]) -> None:
-    """The tests of a row exist, and one of them runs real processes."""
+    """The tests of a row exist, one of them runs real processes, and one is in the default tier."""
     assert missing(tests) == []
     assert any(test.startswith(ON_PROCESSES) for test in tests), feature
+    assert any(map(is_in_default_tier, tests)), feature
 
 
 def test_limits() -> None:

@@ -31,6 +31,7 @@ from rankwise.loggers import CSVLogger
 from tests.process.training_tasks import FEATURES, Regression, dataset, loader, quiet_trainer
 
 
+@pytest.mark.quick
 def test_learning_rates_are_logged_once(tmp_path: Path) -> None:
     """One rank logs, and the caller of the ranks has all values."""
     monitor, logger = LearningRateMonitor(), CSVLogger(tmp_path)
@@ -49,6 +50,7 @@ class Worse(Regression):
         self.log("value", float(self.current_epoch * self.global_rank), sync_dist=True)
 
 
+@pytest.mark.quick
 def test_early_stopping_after_epochs() -> None:
     """With check_on_train_epoch_end all ranks stop after the same epoch."""
     stopping = EarlyStopping(
@@ -121,6 +123,7 @@ def test_averaged_weights_are_everybodys(tmp_path: Path) -> None:
     assert not torch.equal(saved["current_model_state"]["net.0.weight"], module.state_dict()["net.0.weight"])
 
 
+@pytest.mark.quick
 def test_the_average_of_one_process() -> None:
     """Two ranks average the last epochs as one process does; then the module's scheduler is back."""
     modules = [Regression("adam"), Regression("adam")]
@@ -142,6 +145,7 @@ class WithRate(Regression):
         return torch.optim.SGD(self.parameters(), self.lr)
 
 
+@pytest.mark.quick
 def test_the_learning_rate_of_one_process() -> None:
     """Two ranks search as one process does, and train with the same learning rate; the caller has both."""
     found: list[Any] = []
@@ -169,6 +173,7 @@ class Filling(Regression):
         return loader(32, self.batch_size)
 
 
+@pytest.mark.quick
 def test_a_batch_size_on_two_processes() -> None:
     """A rank without memory ends a trial, not the search."""
     module = Filling()
@@ -189,6 +194,7 @@ class WithBackbone(Regression):
         return torch.optim.Adam([each for each in self.parameters() if each.requires_grad], 0.01)
 
 
+@pytest.mark.quick
 def test_a_backbone_on_two_ranks() -> None:
     """Two fits, of spawned ranks, train the backbone from its epoch on as one fit of one process does."""
     modules = [WithBackbone(), WithBackbone()]
@@ -215,6 +221,7 @@ class Writing(BasePredictionWriter):
         torch.save((predictions, batch_indices), self.folder / f"{trainer.global_rank}.pt")
 
 
+@pytest.mark.quick
 def test_each_rank_writes_its_predictions(tmp_path: Path) -> None:
     """The files of both ranks have every sample once, and say which, also where workers load ahead."""
     trainer = quiet_trainer("ddp_fork", 2, callbacks=Writing(tmp_path))
@@ -227,6 +234,7 @@ def test_each_rank_writes_its_predictions(tmp_path: Path) -> None:
     assert [found[index] for index in range(15)] == torch.cat(everything).flatten().tolist()
 
 
+@pytest.mark.quick
 def test_the_throughput_of_all_ranks(tmp_path: Path) -> None:
     """Beside rank 0's throughput there is that of all, in one file."""
     logger = CSVLogger(tmp_path)
@@ -263,6 +271,7 @@ class FailsOnRankOne(Regression):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.quick
 def test_exceptions_reach_the_caller() -> None:
     """The caller's callbacks get what `fit` raises, once."""
     callback = Exceptions()

@@ -69,6 +69,7 @@ def test_a_layer_that_is_unfrozen_with_a_group(start_method: str) -> None:
     assert len(optimizer.state) == len(single.state) == 4
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("what", ["unfreeze", "freeze", "group"])
 def test_a_rank_that_changes_alone(what: str, rank: int) -> None:

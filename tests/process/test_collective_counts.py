@@ -169,6 +169,7 @@ class Silent(Regression):
         return loss
 
 
+@pytest.mark.quick
 def test_stopping_takes_no_collective() -> None:
     """One rank asks to stop, all stop after the same step, and each step has one all-reduce only."""
     noted = Counting()

@@ -71,6 +71,7 @@ def test_all_reduce_of_nested_containers(ranks: list[dict[str, Any]]) -> None:
     assert nested["b"][1:] == ["text", None]
 
 
+@pytest.mark.quick
 def test_sync_ddp(ranks: list[dict[str, Any]]) -> None:
     """The default is the sum; a name or torch's operation selects another. There is no barrier before."""
     total, mean, most = ranks[0]["reduced"]["sync_ddp"]
@@ -97,6 +98,7 @@ def test_all_gather_ddp_if_available(ranks: list[dict[str, Any]]) -> None:
     assert ranks[1]["gathered"]["scalar"].tolist() == [0, 1, 2]
 
 
+@pytest.mark.quick
 def test_gathering_numbers_and_arrays(ranks: list[dict[str, Any]]) -> None:
     """Numbers and arrays become tensors of every rank's, on the strategy's device; other values stay."""
     for found in (result["strategy"]["mixed"] for result in ranks):
@@ -129,6 +131,7 @@ def test_reductions_are_exact(ranks: list[dict[str, Any]]) -> None:
         assert (found["uint64"].item(), found["uint64"].dtype) == (2**63 + 5, torch.uint64)
 
 
+@pytest.mark.quick
 def test_dataclasses(ranks: list[dict[str, Any]]) -> None:
     """Frozen dataclasses are reduced and gathered like other containers."""
     for found in (result["dataclasses"] for result in ranks):
@@ -206,6 +209,7 @@ def test_gather_all_tensors_takes_few_collectives(ranks: list[dict[str, Any]]) -
     assert counts["large, otherwise"] == ["all_gather"] * 2
 
 
+@pytest.mark.quick
 def test_gather_all_tensors_refuses_mismatches(ranks: list[dict[str, Any]]) -> None:
     """Tensors that do not match are the same error on every rank, with each rank's input."""
     for result in ranks:
@@ -220,6 +224,7 @@ def test_gather_all_tensors_refuses_mismatches(ranks: list[dict[str, Any]]) -> N
         assert "rank 2 of the group: a tensor that is not dense (layout torch.sparse_coo" in sparse
 
 
+@pytest.mark.quick
 def test_gather_object(ranks: list[dict[str, Any]]) -> None:
     """One rank gets all values, the others nothing."""
     assert [result["objects"]["one"] for result in ranks] == [None, [("", 0), ("x", 1), ("xx", 2)], None]
@@ -251,6 +256,7 @@ def test_init_process_group_with_a_group(ranks: list[dict[str, Any]]) -> None:
         assert "global_rank 0 of 1" in found["refused"]
 
 
+@pytest.mark.quick
 def test_init_process_group_by_rank_and_size() -> None:
     """It takes a rank, a size, and torch's arguments; what would be ignored is refused."""
     strategy = ddp("fork", "tcp")
@@ -370,6 +376,7 @@ def test_a_trainer_follows_the_data_parallel_group() -> None:
     ]
 
 
+@pytest.mark.quick
 def test_data_parallel_group() -> None:
     """Sampling, reducing and wrapping follow a subgroup; the whole world can still be asked for."""
     strategy = Pairs(start_method="fork", accelerator="cpu", devices=4)

@@ -66,6 +66,7 @@ def check(plain: dict[str, Any], compiled: dict[str, Any]) -> None:
     assert compiled["keys"] == plain["keys"] == list(net().state_dict())
 
 
+@pytest.mark.quick
 def test_compiled_within_the_wrapper() -> None:
     """A module from torch.compile is compiled within its wrapper: two ranks train as with a plain one."""
     strategy = ddp("fork")

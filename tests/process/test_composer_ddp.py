@@ -101,6 +101,7 @@ def by_rank() -> dict[int, dict[str, Any]]:
     return strategy.results
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("mode", "reductions"), [*zip(MODES, (1, WINDOW, 1), strict=True)])
 def test_ddp_sync_context(by_rank: dict[int, dict[str, Any]], mode: str, reductions: int) -> None:
     """`_ddp_sync_context`: under each mode the gradients are one process's, after as many all-reduces."""
@@ -115,6 +116,7 @@ def test_ddp_sync_context(by_rank: dict[int, dict[str, Any]], mode: str, reducti
             torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("mode", MODES)
 def test_ddp_sync_strategy(mode: str) -> None:
     """`DDPSyncStrategy`: its names as strings, in any case; an unknown name is an error."""
@@ -128,6 +130,7 @@ def test_forced_sync_reduces_nothing_after_an_error(by_rank: dict[int, dict[str,
     assert [float(by_rank[rank]["after an error"]) for rank in range(2)] == [0.0, 1.0]
 
 
+@pytest.mark.quick
 def test_prepare_ddp_module(by_rank: dict[int, dict[str, Any]]) -> None:
     """`_prepare_ddp_module`: a plain module where nothing is trainable; outside of a job a clear error."""
     assert [facts["frozen is wrapped"] for facts in by_rank.values()] == [False, False]

@@ -71,6 +71,7 @@ class Drawn(Prepared):
         return DataLoader(part, self.hparams.batch_size, shuffle=True)
 
 
+@pytest.mark.quick
 def test_loaders_of_later_epochs(tmp_path: Path) -> None:
     """Loaders that are made again have the same samples on all ranks, as in one process."""
 
@@ -84,6 +85,7 @@ def test_loaders_of_later_epochs(tmp_path: Path) -> None:
     torch.testing.assert_close(weights("ddp_fork", 2), weights("single_device", 1), rtol=0, atol=1e-12)
 
 
+@pytest.mark.quick
 def test_a_failure_of_prepare_data(tmp_path: Path) -> None:
     """The other rank, which waits, ends too; the caller gets the error."""
     trainer = quiet_trainer("ddp_fork", 2)

@@ -115,6 +115,7 @@ def order(ranks: list[dict[str, Any]]) -> Tensor:
     return steps.flatten(1)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_weighted_sampler_is_read_as_by_one_process(
     num_workers: int, by_workers: dict[int, list[dict[str, Any]]]
@@ -127,6 +128,7 @@ def test_a_weighted_sampler_is_read_as_by_one_process(
     assert not torch.equal(first, second)
 
 
+@pytest.mark.quick
 def test_the_users_generator_decides_the_order() -> None:
     """Another seed gives another order; where the ranks' seeds differ, rank zero's is used."""
     expected = order(fit(1, 0, OwnSeeds()))

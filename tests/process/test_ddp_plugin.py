@@ -100,6 +100,7 @@ def fitted() -> Notes:
     return module
 
 
+@pytest.mark.quick
 def test_trainer_plugins(fitted: Notes) -> None:
     """`Trainer(plugins=[my_ddp])`: the strategy among the plug-ins is the one that trains."""
     assert fitted.hparams["wrapper"] == "Wrapper"
@@ -126,17 +127,20 @@ def test_optimizer_state(fitted: Notes) -> None:
     assert fitted.hparams["optimizer_state"] == [0]
 
 
+@pytest.mark.quick
 def test_on_after_setup_optimizers(fitted: Notes) -> None:
     """`on_after_setup_optimizers`: called once they exist, and may change them."""
     assert "optimizers ['Adam']" in fitted.hparams["seen"]
     assert fitted.hparams["lr"] == 0.5
 
 
+@pytest.mark.quick
 def test_get_model_from_plugin(fitted: Notes) -> None:
     """`get_model_from_plugin(model)`: the user's own module is what comes out of the wrapper."""
     assert fitted.hparams["unwrapped"] is True
 
 
+@pytest.mark.quick
 def test_distributed_sampler_kwargs(fitted: Notes) -> None:
     """`distributed_sampler_kwargs`: the ranks are numbers 1 and 2 of three, so number 0's are left out."""
     assert fitted.hparams["counts"] == [float(number % 3 != 0) for number in range(SAMPLES)]

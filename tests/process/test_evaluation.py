@@ -98,6 +98,7 @@ def evaluated(world_size: int, kind: str) -> dict[str, float]:
     return trainer_on(world_size).test(Measured(), loaders()[kind])[0]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", loaders())
 def test_each_sample_counts_once(kind: str) -> None:
     """1,003 samples on one to four ranks give the same metrics to 1e-9, metric objects included."""
@@ -110,6 +111,7 @@ def test_each_sample_counts_once(kind: str) -> None:
             assert found[name] == pytest.approx(value, rel=0, abs=1e-9), name
 
 
+@pytest.mark.quick
 def test_predictions_in_order() -> None:
     """1,003 samples on one to four ranks give the same predictions in the same order."""
     expected = trainer_on(1).predict(Regression(), loaders()["plain"])
@@ -130,6 +132,7 @@ class Split(Regression):
     predict_dataloader = test_dataloader
 
 
+@pytest.mark.quick
 def test_a_distributed_sampler_of_the_users() -> None:
     """Ten samples on three ranks: each counts once, and predictions are in the order of the data."""
     loader = DataLoader(dataset(10), batch_size=2)
@@ -235,6 +238,7 @@ def take_part(worker: int) -> None:
     data.start, data.end = (20 * (place.shard_index + n) // place.num_shards for n in (0, 1))
 
 
+@pytest.mark.quick
 def test_worker_init_fn_can_split_iterable_data() -> None:
     """A `worker_init_fn` can use `shard_info()` and change the data set that the worker reads."""
     expected = trainer_on(1).test(Regression(), DataLoader(dataset(20), batch_size=20))[0]

@@ -55,6 +55,7 @@ def check_continues(path: Path) -> None:
     assert trainer.global_step == 4
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_checkpoint_of_the_rank_that_fails(
     who: int, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -124,6 +124,7 @@ def test_torchruns_processes_are_the_ranks(name: str, under_torchrun: ScriptResu
     ], under_torchrun
 
 
+@pytest.mark.quick
 def test_another_number_of_devices_names_both(under_torchrun: ScriptResult) -> None:
     """`devices=3` under torchrun's 2 is an error that says both numbers, and who started them."""
     text = "mismatch 3 processes were asked for (devices=3 x num_nodes=1), but torchelastic started 2."
@@ -135,6 +136,7 @@ def test_single_device_is_refused_under_torchrun(under_torchrun: ScriptResult) -
     assert under_torchrun.stdout.count("torchelastic has started 2 processes") == 2
 
 
+@pytest.mark.quick
 def test_a_bound_strategy_works_in_a_process_group_of_the_users(under_torchrun: ScriptResult) -> None:
     """Without a launch it wraps, averages gradients and runs collectives; it can be launched after that."""
     wrapper = "DistributedDataParallel"
@@ -195,6 +197,7 @@ def _variables(*ranks: str, **more: str) -> list[dict[str, str]]:
     return [{**common, **dict.fromkeys(ranks, str(rank))} for rank in range(2)]
 
 
+@pytest.mark.quick
 def test_variables_set_by_hand(run_script: ScriptRunner) -> None:
     """Two shells with `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT` are a job."""
     path = run_script.write(SCRIPT)

@@ -45,6 +45,7 @@ def trained(one: Fabric, path: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.quick
 def test_two_processes_give_the_weights_of_one(tmp_path: Path) -> None:
     """A shuffled order, accumulation and clipping: weights are those of one process to 1e-6."""
     logger = CSVLogger(tmp_path)
@@ -69,6 +70,7 @@ def fail(one: Fabric) -> None:
     one.barrier()
 
 
+@pytest.mark.quick
 def test_a_failing_rank_reaches_the_caller() -> None:
     """With its own traceback, as for the Trainer."""
     two = Fabric(accelerator="cpu", devices=2, strategy="ddp_fork")
@@ -208,6 +210,7 @@ def test_a_script_under_torchrun(run_script: ScriptRunner) -> None:
     assert "exitcode  : 3" in result.stderr, result
 
 
+@pytest.mark.quick
 def test_processes_that_run_a_function_need_one() -> None:
     """The error says how to launch one, and what runs a script."""
     with pytest.raises(LaunchRefusedError, match="start_method='fork'"):

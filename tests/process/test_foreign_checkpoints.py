@@ -52,6 +52,7 @@ def resume(strategy: str, folder: Path, path: Path, run_script: ScriptRunner) ->
     return ""
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_no_fit_has_written(strategy: str, tmp_path: Path, run_script: ScriptRunner) -> None:
     """A part that only rank 1 uses is an error of the job, and so is another version."""

@@ -42,6 +42,7 @@ def fitted(arguments: dict[str, Any], max_steps: int) -> tuple[Trainer, Regressi
     return trainer, module
 
 
+@pytest.mark.quick
 def test_hook_memory_goes_through_a_checkpoint(tmp_path: Path) -> None:
     """A run with PowerSGD that is resumed, from the caller's checkpoint, ends as one that went through."""
     _, whole = fitted(POWERSGD, 8)
@@ -146,6 +147,7 @@ def test_optimizer_state_of_a_sharded_optimizer(tmp_path: Path) -> None:
     torch.testing.assert_close(weights(resumed_module), weights(expected_module), rtol=0, atol=1e-9)
 
 
+@pytest.mark.quick
 def test_averaging_refuses_a_sharded_optimizer() -> None:
     """The error of every rank is the one that says so."""
     arguments = {"comm_hook": "post_localsgd", "model_averaging_period": 2}
@@ -181,6 +183,7 @@ class Apart(Callback):
         self.note("checkpoint", trainer, module)
 
 
+@pytest.mark.quick
 def test_one_model_is_validated_and_saved(tmp_path: Path) -> None:
     """Between averages of post-local SGD, validations and checkpoints average the models too."""
     arguments = {
@@ -215,6 +218,7 @@ class Partial(Regression):
         self.spare = nn.Linear(2, 2)
 
 
+@pytest.mark.quick
 def test_unused_parameters_are_named() -> None:
     """DDP's error comes back with the names, by rank, from the first step."""
     with pytest.raises(WorkerRaisedError, match="2 parameters of Partial") as caught:
@@ -231,6 +235,7 @@ def check_on_processes(case: Case) -> None:
     torch.testing.assert_close(weights(module), expected_weights(case), rtol=0, atol=1e-6)
 
 
+@pytest.mark.quick
 @settings(max_examples=6, deadline=None, derandomize=True, database=None)
 @given(cases().filter(lambda case: case.world_size > 1))
 def test_ranks_equal_one_process(case: Case) -> None:
@@ -299,6 +304,7 @@ def registered_by_hand(strategy: DDPStrategy) -> list[Tensor]:
     return found
 
 
+@pytest.mark.quick
 def test_register_ddp_comm_hook() -> None:
     """`register_ddp_comm_hook(model, state, hook, wrapper)` on a wrapper of torch's, by name and callable."""
     strategy = ddp("fork")

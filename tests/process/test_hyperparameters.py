@@ -38,6 +38,7 @@ class Configured(Regression):
         self.gradient = own.grad
 
 
+@pytest.mark.quick
 def test_they_are_everywhere(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """They reach workers, checkpoints, one logger, and the caller again, as attributes do."""
     saving, logger = ModelCheckpoint(tmp_path), CSVLogger(tmp_path)

@@ -99,6 +99,7 @@ def check(result: ScriptResult, folder: Path) -> None:
     assert says_so or ALL_WELL in result.stdout, result
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_new_group_that_a_rank_comes_late_to(late: int, attack: Attack) -> None:
     """Each group that the launched function makes is compared before torch's own function uses it."""

@@ -63,6 +63,7 @@ def caller() -> Iterator[Facts]:
         before.take_over()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("start_method", METHODS)
 def test_ranks_begin_as_the_caller_is(start_method: str, caller: Facts) -> None:
     """Each rank has the caller's flags, and draws what the caller would draw; so do those of a second job."""

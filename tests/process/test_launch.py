@@ -130,6 +130,7 @@ def start_method(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.mark.quick
 def test_rank_zeros_value_is_returned(job: _Job) -> None:
     """`launch` returns what global rank 0 returned."""
     assert job.value["ranks"].global_rank == 0
@@ -157,6 +158,7 @@ def test_a_second_launch_works(job: _Job) -> None:
     assert job.again["pid"] not in {facts["pid"] for facts in job.first.values()}
 
 
+@pytest.mark.quick
 def test_rank_zero_only_runs_on_rank_zero(job: _Job) -> None:
     """`rank_zero_only` follows the rank within a job."""
     assert [job.first[rank]["rank_zero_only"] for rank in range(WORLD)] == ["ran", None]
@@ -390,6 +392,7 @@ def own_group(strategy: Strategy) -> tuple[bool, float]:
     return was_initialized, float(total)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("rendezvous", ["auto", "tcp"])
 def test_the_user_makes_the_group(start_method: str, rendezvous: str) -> None:
     """With `init_process_group=False` there is no group, and the user's own `env://` works."""
@@ -418,6 +421,7 @@ def as_torchrun_starts(strategy: Strategy, **options: Any) -> list[float]:
     return totals
 
 
+@pytest.mark.quick
 def test_a_program_of_torchruns_joins(start_method: str) -> None:
     """A program that creates and destroys its own group joins the job's, and torch's functions come back."""
     strategy = ddp(start_method)
@@ -559,6 +563,7 @@ def test_a_locked_object_is_welcome_under_fork() -> None:
 # ---------------------------------------------------------------------- other shapes of a job
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("cls", [DDPSpawnStrategy, DDPForkStrategy])
 def test_subclasses_are_start_methods(cls: type[DDPStrategy]) -> None:
     """`DDPSpawnStrategy` and `DDPForkStrategy` are `DDPStrategy` with their start method."""

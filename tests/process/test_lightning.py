@@ -185,6 +185,7 @@ def check_rows(own: Any, expected: Any) -> None:
     assert own == [pytest.approx(row, abs=1e-6) for row in expected]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "how", [*STARTS, pytest.param("rankwise_ddp_find_unused_parameters_true", marks=SOAK)]
 )
@@ -237,6 +238,7 @@ if __name__ == "__main__":
 )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("how", STRATEGIES)
 @pytest.mark.parametrize(
     ("what", "expected", "text", "exit_code"),
@@ -290,6 +292,7 @@ if __name__ == "__main__":
 )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("number", "exit_code"), [(signal.SIGINT, 1), pytest.param(signal.SIGTERM, 143, marks=SOAK)]
 )
@@ -366,6 +369,7 @@ if fabric.is_global_zero:
 )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("how", STARTS)
 def test_fabric(run_script: ScriptRunner, how: str) -> None:
     """Two ranks of Fabric train as one."""
@@ -454,6 +458,7 @@ if __name__ == "__main__":
 )
 
 
+@pytest.mark.quick
 def test_a_cluster_environment_of_lightnings(run_script: ScriptRunner) -> None:
     """One given as a plug-in determines ranks and address, in Lightning's Trainer and in rankwise's."""
     ended = ended_together(run_script)

@@ -181,6 +181,7 @@ def assert_equal(found: Any, expected: Any) -> None:
         assert found == (pytest.approx(expected, abs=1e-6) if isinstance(expected, float) else expected)
 
 
+@pytest.mark.quick
 @pytest.mark.timeout(600)  # by spawn, ten processes import Lightning one pair after another
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_equal_to_lightnings_trainer(run_script: ScriptRunner, strategy: str) -> None:

@@ -54,6 +54,7 @@ STUCK = """
 """
 
 
+@pytest.mark.quick
 def test_a_stuck_worker_ends_with_its_rank(run_script: ScriptRunner) -> None:
     """SIGTERM from outside does not end a worker; the rank's own at its exit, or its death, does."""
     running = run_script.start(STUCK)

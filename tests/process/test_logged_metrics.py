@@ -62,6 +62,7 @@ class Composed(Regression):
         self.both.update(predicted, batch[1])
 
 
+@pytest.mark.quick
 def test_metric_objects_with_others_in_them() -> None:
     """Composed, wrapped and collected metric objects count the samples of all ranks."""
     expected = trainer_on(1).test(Composed(), loader(19, 2))[0]
@@ -196,6 +197,7 @@ class OverSomeRanks(Regression):
         self.seen = self.trainer.strategy.all_gather_object(values)
 
 
+@pytest.mark.quick
 def test_values_of_some_ranks(tmp_path: Path) -> None:
     """Each rank gets rank 0's value of the epoch, and its group's; callbacks decide alike on all ranks.
 
@@ -217,6 +219,7 @@ def test_values_of_some_ranks(tmp_path: Path) -> None:
     assert {row["own_step"] for row in found if row["own_step"]} == {"0.0"}
 
 
+@pytest.mark.quick
 def test_one_table(capfd: pytest.CaptureFixture[str]) -> None:
     """The table of `test` is printed once, whatever the number of ranks."""
     trainer_on(2).test(Regression(), loader(8, 2))
@@ -377,6 +380,7 @@ class Stepwise(Regression):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.quick
 def test_step_values_are_those_of_one_process() -> None:
     """With `sync_dist=True` every rank has the value of the global batch after every step."""
     found = []
@@ -538,6 +542,7 @@ class Stream(IterableDataset[Any]):
         return iter([dataset(7)[number] for number in range(place.shard_index, 7, place.num_shards)])
 
 
+@pytest.mark.quick
 def test_means_over_iterable_data() -> None:
     """Iterable data has no indices: the samples that come to the collate function count, with workers too."""
     expected = trainer_on(1).test(AnyShape(), DataLoader(dataset(7), batch_size=4))[0]
@@ -583,6 +588,7 @@ class ReadsItsEpoch(Regression):
         self.log("best", min(self.val_losses))
 
 
+@pytest.mark.quick
 def test_hooks_read_the_metrics_of_their_epoch() -> None:
     """At the end of an epoch hooks read its metrics, reduced over the ranks, and may log more."""
     read = []

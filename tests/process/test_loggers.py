@@ -93,6 +93,7 @@ def _variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
+@pytest.mark.quick
 @pytest.mark.usefixtures("_variables")
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
 def test_one_rank_writes(start: str, run_script: ScriptRunner, tmp_path: Path) -> None:
@@ -132,6 +133,7 @@ def test_one_rank_writes(start: str, run_script: ScriptRunner, tmp_path: Path) -
     assert [metric.value for metric in histories["own"]] == [0.0, 0.0]
 
 
+@pytest.mark.quick
 @pytest.mark.usefixtures("_variables")
 def test_a_failing_rank(run_script: ScriptRunner, tmp_path: Path) -> None:
     """What rank zero has logged before another rank failed is in every logger, as a failed run."""

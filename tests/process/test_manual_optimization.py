@@ -102,6 +102,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "all_reduce", counting)
 
 
+@pytest.mark.quick
 @pytest.mark.usefixtures("counted")
 @pytest.mark.parametrize(
     ("ways", "options"),
@@ -160,6 +161,7 @@ class Remembering(Hooked):
         return super().configure_ddp(module, device_ids)
 
 
+@pytest.mark.quick
 def test_a_hook_averages() -> None:
     """Gradients go through the communication hook: both ranks have the same, with its rounding."""
     exact, rounded = Gan(), Gan()

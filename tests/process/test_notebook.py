@@ -162,6 +162,7 @@ def kernel(tmp_path: Path) -> Iterator[Kernel]:
         yield kernel
 
 
+@pytest.mark.quick
 def test_notebook(kernel: Kernel) -> None:
     """One kernel: output and exceptions in the cell, an interrupt that ends all workers, training again."""
     assert kernel.run(DEFINE) == ""

@@ -87,24 +87,28 @@ def check(one: dict[str, Any], other: dict[str, Any], *, is_scaled: bool) -> Non
     assert [one["norms"][step] for step in good] == [other["norms"][step] for step in good]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["16-mixed", "bf16-mixed"])
 def test_native_amp(name: str, by_rank: list[dict[str, Any]]) -> None:
     """Autocast on two ranks; with float16 an overflow on one of them makes both skip."""
     check(*(seen[name] for seen in by_rank), is_scaled=name == "16-mixed")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["16-true", "bf16-true", "32-true", "64-true"])
 def test_true_formats(name: str, by_rank: list[dict[str, Any]]) -> None:
     """Everything in one format, on two ranks."""
     check(*(seen[name] for seen in by_rank), is_scaled=False)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["16-master", "bf16-master"])
 def test_apex_o2_master_weights(name: str, by_rank: list[dict[str, Any]]) -> None:
     """16-bit weights with 32-bit copies are the same on two ranks that began with different ones."""
     check(*(seen[name] for seen in by_rank), is_scaled=name == "16-master")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["16-mixed", "16-master", "bf16-master"])
 def test_clip_gradients_unscaled_on_master_weights_with_inf_norm(
     name: str, by_rank: list[dict[str, Any]]
@@ -126,6 +130,7 @@ class WithoutLearning(Precision):
                 group["lr"] = 0.0
 
 
+@pytest.mark.quick
 def test_configure_apex_is_precision_configure() -> None:
     """An override of `Precision.configure` changes module and optimizers on every rank."""
     trainer, module = quiet_trainer("ddp_fork", 2, max_epochs=1, plugins=[WithoutLearning()]), Regression()
@@ -163,6 +168,7 @@ class Spoilt(Regression):
         self.moved.add_(int(not torch.equal(self.before, next(self.net.parameters()))))
 
 
+@pytest.mark.quick
 def test_nan_on_one_rank_raises_on_all() -> None:
     """`on_nonfinite="raise"` ends the job with the step and the rank whose loss it was."""
     trainer = quiet_trainer("ddp_fork", 2, max_epochs=1, on_nonfinite="raise")

@@ -42,6 +42,7 @@ def drawn_after_stages(world_size: int) -> list[Any]:
     return drawn
 
 
+@pytest.mark.quick
 def test_splits_of_data_do_not_depend_on_the_number_of_ranks() -> None:
     """What a script draws between stages is the same on one process and in the caller of two ranks."""
     one, two = drawn_after_stages(1), drawn_after_stages(2)

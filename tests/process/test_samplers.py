@@ -112,6 +112,7 @@ def steps(module: Reader) -> list[list[float]]:
     return [sorted(chain.from_iterable(parts)) for parts in zip(*module.hparams["read"], strict=True)]
 
 
+@pytest.mark.quick
 def test_an_unseeded_generator_of_numpy() -> None:
     """Two ranks whose sampler has a NumPy generator see each sample once in each epoch, in a new order."""
     module = Reader()

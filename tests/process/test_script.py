@@ -562,6 +562,7 @@ def test_command_must_be_words() -> None:
             DDPStrategy(command=command)  # type: ignore[arg-type]  # wrong on purpose
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("text", ["", "x", "[1, 2]", "{}"])
 def test_a_damaged_description_of_a_worker_is_refused(text: str, run_script: ScriptRunner) -> None:
     """The error names the variable: it is of nobody but rankwise."""

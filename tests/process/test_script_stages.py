@@ -107,6 +107,7 @@ def facts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return sorted(map(json.loads, result.stdout.splitlines()), key=lambda facts: int(facts["rank"]))
 
 
+@pytest.mark.quick
 def test_all_ranks_wait_for_a_checkpoint_after_a_fit(facts: list[dict[str, Any]]) -> None:
     """It is complete when `save_checkpoint` returns, on any rank; a failure is raised on each."""
     assert [(own["first"], own["second"]) for own in facts] == [(True, True)] * 2

@@ -64,6 +64,7 @@ def expected(trainer_options: dict[str, Any], bad: int | None) -> list[Tensor]:
     return [parameter.detach() for parameter in module.parameters()]
 
 
+@pytest.mark.quick
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True found no unused")
 @pytest.mark.parametrize(
     ("options", "trainer_options", "atol"),

@@ -47,6 +47,7 @@ def check(running: RunningScript, folder: Path) -> None:
     check_end(folder)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("strategy", "who", "options"),
     [

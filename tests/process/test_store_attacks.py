@@ -50,6 +50,7 @@ def error_after(keys: str, lie: str, folder: Path) -> str:
     return error
 
 
+@pytest.mark.quick
 def test_addresses_of_a_relay(folder: Path) -> None:
     """A stranger who puts his address in the place of both ranks' gets no connection."""
     error = error_after("addresses", "relay", folder)

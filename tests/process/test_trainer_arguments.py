@@ -57,6 +57,7 @@ class Draws(Regression):
         return super().predict_step(batch, batch_idx)
 
 
+@pytest.mark.quick
 @pytest.mark.filterwarnings("ignore:overfit_batches reads the training data in their order")
 def test_arguments_of_fit() -> None:
     """Training on the first batches of the data, until `min_steps` are done, is one process's."""
@@ -86,6 +87,7 @@ def test_inference_mode(is_on: bool) -> None:
     assert set(model.modes) == set(alone.modes) == {is_on}
 
 
+@pytest.mark.quick
 def test_each_rank_has_a_profile(tmp_path: Path) -> None:
     """Each rank measures its own batches, and writes a file; the caller gets what rank 0 has measured."""
     profiler = SimpleProfiler(tmp_path, "mine")

@@ -34,6 +34,7 @@ def fitted(strategy: str, devices: int, folder: Path, **arguments: Any) -> tuple
     return trainer, module
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("strategy", ELSEWHERE)
 def test_everything_comes_back(strategy: str, tmp_path: Path) -> None:
     """After fit, fit, test, predict all counters, states, metrics and weights are in the caller."""
@@ -118,6 +119,7 @@ def check_evaluation(trainer: Trainer, module: Regression, expected: Trainer, ot
         torch.testing.assert_close(torch.cat(predictions), module(dataset(15).tensors[0]))
 
 
+@pytest.mark.quick
 def test_a_second_run_has_a_last_checkpoint_of_its_own(tmp_path: Path) -> None:
     """The ranks of a second run in a folder agree on another file; a run that resumes replaces its own."""
     expected = [{"last.ckpt": 3}, {"last.ckpt": 3, "last-v1.ckpt": 6}, {"last.ckpt": 3, "last-v1.ckpt": 9}]
@@ -205,6 +207,7 @@ class ChangesItsClass(Regression):
         self.net[0].__class__ = Local
 
 
+@pytest.mark.quick
 def test_a_class_that_cannot_come_back() -> None:
     """A warning names the class; the weights come back, and the layer keeps its class."""
     module, expected = ChangesItsClass(), Regression()
@@ -320,6 +323,7 @@ def test_what_cannot_come_back_fails_alone(strategy: str) -> None:
         assert lost in texts, texts
 
 
+@pytest.mark.quick
 def test_the_next_fit_after_a_lost_optimizer() -> None:
     """It has new optimizers, as the warning says that those were not returned."""
     module = Regression("adam")
@@ -360,6 +364,7 @@ class StopsOnOneRank(Regression):
         self.log("mine", float(self.current_epoch if self.global_rank == 1 else -self.current_epoch))
 
 
+@pytest.mark.quick
 def test_early_stopping_is_everybodys() -> None:
     """If one rank stops early, all of them stop, at the same epoch."""
     stopping = EarlyStopping("mine", patience=1)

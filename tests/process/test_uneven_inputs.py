@@ -104,6 +104,7 @@ def test_joining_ranks_train_as_one(devices: int, accumulate: int) -> None:
     assert trainer.global_step == -(-7 // together) * EPOCHS
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_joining_ranks_weigh_samples(accumulate: int) -> None:
     """With samples weighted, last batches of any size and number add up to one process's global batch."""
@@ -120,6 +121,7 @@ def test_joining_ranks_weigh_samples(accumulate: int) -> None:
     )
 
 
+@pytest.mark.quick
 def test_joining_counts_no_padding_in_metrics() -> None:
     """The epoch's metric is the mean over the samples that exist, at a learning rate of 0."""
     with torch.no_grad():
@@ -138,6 +140,7 @@ class Still(Regression):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
+@pytest.mark.quick
 def test_joining_without_lengths() -> None:
     """With an unknown number of batches the result is still one process's."""
     data = Lengths((2, 4, 3))

@@ -152,6 +152,7 @@ def test_lightnings_calls_on_two_ranks(run_script: ScriptRunner, tmp_path: Path)
         assert ours.splitlines() == _expected(program, lightnings.splitlines()), (program, rank)
 
 
+@pytest.mark.quick
 def test_every_hook_is_called(calls: Mapping[str, list[str]]) -> None:
     """The programs call each hook that both libraries have."""
     lines = [line for found in calls.values() for line in found]
@@ -159,6 +160,7 @@ def test_every_hook_is_called(calls: Mapping[str, list[str]]) -> None:
     assert called == {f"{owner}.{name}" for owner in OWNERS for name in SHARED[owner]}
 
 
+@pytest.mark.quick
 def test_every_difference_is_explained() -> None:
     """The page has a line for each; other programs, which have all stages, have none."""
     equal = {"with_a_data_module", "with_loaders_of_the_module", "with_an_epoch_that_ends"}

@@ -113,6 +113,7 @@ def lightning(tmp_path_factory: pytest.TempPathFactory, scripts: dict[str, Path]
 # ---------------------------------------------------------------------------------------------------- tests
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", NAMES)
 def test_on_one_process(results: Path, name: str) -> None:
     """A script ends with Lightning's weights, metrics and logged values."""
