@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from rankwise.callbacks import Callback
 from rankwise.errors import ConfigurationError, InvalidTypeError, LifecycleError
+from rankwise.monitoring.heartbeat import NO_FILE, own_heartbeat, write_heartbeat_to
 from rankwise.trainer import Trainer, TrainingModule
 from rankwise.trainer.data.train_data import TrainDataShard
 from rankwise.trainer.data_loaders import LoaderShard
@@ -523,3 +524,38 @@ def test_facts_of_the_module(tmp_path: Path) -> None:
     assert (model.global_rank, model.local_rank, model.current_epoch, model.global_step) == (0, 0, 1, 4)
     assert isinstance(model.optimizers(), torch.optim.SGD)
     assert (model.lr_schedulers(), model.logger, model.device.type) == ([], None, "cpu")
+
+
+def test_phases(tmp_path: Path) -> None:
+    """The heartbeat has the phase of each step: reading a batch, forward, backward, stepping."""
+    seen: list[tuple[int, str]] = []
+
+    def note(*_: object) -> None:
+        heartbeat = own_heartbeat()
+        assert heartbeat is not None
+        seen.append((heartbeat.step, heartbeat.phase))
+
+    class Noting(Line):
+        def on_fit_start(self) -> None:
+            write_heartbeat_to(NO_FILE)  # until the job ends
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            note()
+            loss = self.loss(batch)
+            loss.register_hook(note)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            optimizer.register_step_pre_hook(note)
+            return optimizer
+
+    class Batches:
+        def __iter__(self) -> Iterator[Any]:
+            for batch in loader():
+                note()
+                yield batch
+
+    trainer(tmp_path, max_steps=2).fit(Noting(), Batches())
+    phases = ("data loading", "forward", "backward", "optimizer")
+    assert list(dict.fromkeys(seen)) == [(step, phase) for step in range(2) for phase in phases]
