@@ -23,7 +23,10 @@ from tests.helpers.needs import need_installed
 
 need_installed("lightning")
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what Lightning and its dependencies warn of
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # what Lightning and its dependencies warn of
+    pytest.mark.usefixtures("pl"),  # importing Lightning changes the environment
+]
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
 TABLES = PAGE.partition("\n## What differs from Lightning\n")[2].partition("\n## ")[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,12 @@ from tests.helpers.needs import need_installed
 from tests.helpers.scripts import ScriptRunner
 
 need_installed("wandb")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imported() -> None:
+    """Import W&B before a test: it makes temporary folders, which stay until the process ends."""
+    importlib.import_module("wandb")
 
 
 def recorded(folder: Path) -> list[OfflineRun]:
