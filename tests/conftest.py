@@ -32,21 +32,35 @@ TORCH_VERSIONS = (
 
 SLOW_FOLDERS = ("process", "docs", "programs", "fuzz")
 """Their tests are of the tier `full`, if they have neither the marker `quick` nor `soak`."""
+NEW_INTERPRETERS = ("spawn", "elastic", "popen")
+"""Words in parameters of tests whose ranks import torch, which takes seconds: of the tier `full`, too."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests by their folders; leave the tier `full` out where the command names no path and no marker."""
+    """Mark tests by their folders; leave the tier `full` out where the command names no path or marker."""
     for item in items:
         if _is_in(item.path, TORCH_VERSIONS):
             item.add_marker(pytest.mark.torch_versions)
-        has_tier = any(item.get_closest_marker(name) for name in ("quick", "soak"))
-        if not has_tier and _is_in(item.path, SLOW_FOLDERS):
+        is_quick = item.get_closest_marker("quick") is not None and not _starts_interpreters(item)
+        is_soak = item.get_closest_marker("soak") is not None
+        if not (is_quick or is_soak) and _is_in(item.path, SLOW_FOLDERS):
             item.add_marker(pytest.mark.full)
     names_no_path = config.args_source is config.ArgsSource.TESTPATHS
     if names_no_path and config.option.markexpr in config.getini("addopts"):
         full = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=full)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+def _starts_interpreters(item: pytest.Item) -> bool:
+    parameters = (
+        item.callspec.params.values()
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+        else ()
+    )
+    return any(
+        isinstance(each, str) and any(word in each for word in NEW_INTERPRETERS) for each in parameters
+    )
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -96,7 +97,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> _Results:
     return _Results(tmp_path_factory.mktemp("contract"))
 
 
-# Spawning takes seconds, and these differ from "ddp_spawn" as others do from theirs.
+# Ranks that are no forks import torch, which takes seconds; the last ones differ as others do.
+NEW_INTERPRETERS = (*RERUN, "ddp_spawn", "ddp_elastic")
 SLOW = tuple(
     f"{name}_find_unused_parameters_{value}"
     for name in ("ddp_spawn", "ddp_elastic")
@@ -104,10 +106,14 @@ SLOW = tuple(
 )
 
 
-LAUNCHED = [pytest.param(name, marks=pytest.mark.soak if name in SLOW else ()) for name in NAMES]
-LAUNCHED_TWICE = [
-    pytest.param(name, marks=pytest.mark.soak if name in (*SLOW, "ddp_spawn") else ()) for name in NAMES
-]
+def _in_tiers(*, soak: Sequence[str]) -> list[Any]:
+    """Return all names as parameters, each in its tier."""
+    marks = dict.fromkeys(NEW_INTERPRETERS, pytest.mark.full) | dict.fromkeys(soak, pytest.mark.soak)
+    return [pytest.param(name, marks=marks.get(name, ())) for name in NAMES]
+
+
+LAUNCHED = _in_tiers(soak=SLOW)
+LAUNCHED_TWICE = _in_tiers(soak=(*SLOW, "ddp_spawn"))
 
 
 @pytest.fixture(scope="module", params=LAUNCHED)
