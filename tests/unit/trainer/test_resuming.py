@@ -137,8 +137,8 @@ def loader() -> DataLoader[Any]:
 
 
 def undisturbed(folder: Path, loader: Any, **options: Any) -> dict[str, Any]:
-    """Run to the end."""
-    return everything(*run(folder / "whole", loader, 7, **options))
+    """Run to the end, with no checkpoint of a single step: saving takes longer than training here."""
+    return everything(*run(folder / "whole", loader, 7, **{"every": 1000, **options}))
 
 
 def interrupted(folder: Path, make_loader: Any, moments: tuple[int, ...], **options: Any) -> dict[str, Any]:
