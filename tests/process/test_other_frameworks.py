@@ -78,9 +78,12 @@ def main(strategy, batch_size, fails=""):
 
 RUN = """
 if __name__ == "__main__":
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # and not in a rank that runs the script again
-        alone = DDPStrategy(start_method="fork", devices=1, accelerator="cpu").launch(main, 8)
-        print(json.dumps(alone), flush=True)
+    if "LOCAL_RANK" not in os.environ:  # and not in a rank that runs the script again
+        if os.fork() == 0:  # "popen" refuses to launch after another strategy; and Accelerate keeps a state
+            alone = DDPStrategy(start_method="fork", devices=1, accelerator="cpu").launch(main, 8)
+            print(json.dumps(alone), flush=True)
+            os._exit(0)
+        os.wait()
     before = dict(os.environ)
     strategy = DDPStrategy(start_method=sys.argv[1], devices=2, accelerator="cpu")
     both = strategy.launch(main, 4)
