@@ -125,3 +125,24 @@ def test_sizes_of_samples_that_come_together() -> None:
     sized = SizedBatches(DataLoader(Whole(torch.arange(7)), 3, collate_fn=tuple))
     assert len(list(sized)) == 3
     assert list(sized.sizes) == [3, 3, 1]
+
+
+def test_the_only_rank() -> None:
+    """A loader that is not split has the batches of one rank, whose number is 0."""
+    sizes = batch_sizes(DataLoader(dataset(5), 2))
+    assert sizes is not None
+    assert (sizes.rank, sizes.num_replicas, sizes.size_of(0, 2)) == (0, 1, 1)
+
+
+class Halved(DataLoader[Any]):
+    """Yields half of each batch."""
+
+    def __iter__(self) -> Any:
+        return ([batch[: len(batch) // 2]] for [batch] in super().__iter__())
+
+
+def test_a_loader_that_changes_its_batches() -> None:
+    """The sizes of its batches do not follow from the indices."""
+    sized = SizedBatches(Halved(dataset(8), 4))
+    assert [batch.tolist() for [batch] in sized] == [[0, 1], [4, 5]]
+    assert list(sized.sizes) == [None, None]
