@@ -15,6 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
+
 from tests.mutation import worker
 from tests.mutation.mutants import Mutant
 from tests.mutation.overlay import make_overlay
@@ -96,9 +98,17 @@ class Runner:
         path.write_text(text)
         os.utime(path, (self._count, self._count))
 
+    def kill(self) -> None:
+        """End the process and what it runs; a request that waits for its answer raises."""
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(self._process.pid)
+            for each in (process, *process.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):
+                    each.kill()
+
     def close(self) -> None:
         """End the process and remove the overlay."""
-        self._process.kill()
+        self.kill()
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -130,4 +140,9 @@ def at_once(
             idle.put(runner)
 
     with ThreadPoolExecutor(len(runners)) as pool:
-        yield from pool.map(call, values)
+        try:
+            yield from pool.map(call, values)
+        except BaseException:  # such as KeyboardInterrupt: the threads wait for answers
+            for runner in runners:
+                runner.kill()
+            raise

@@ -12,7 +12,7 @@ from tests.mutation.judge import Judge, Verdict
 from tests.mutation.mutants import draw, mutants_of
 from tests.mutation.reach import Record, records_of
 from tests.mutation.report import FOLDERS, Report, judge_mutants
-from tests.mutation.runner import Runner, runners
+from tests.mutation.runner import Runner, at_once, runners
 
 PROJECT = Path(__file__).parents[2]
 SOURCE = """\
@@ -100,6 +100,20 @@ def test_an_example(project: Path, runner: Runner, capfd: pytest.CaptureFixture[
     assert (runner.copy / "src" / "example.py").read_text() == SOURCE
     assert records_of(project, ["tests/unit/test_example.py"], [runner]) == [record]  # nothing runs again
     assert capfd.readouterr().out.count("recorded") == 1
+
+
+def test_an_interruption_ends_what_runs(runner: Runner) -> None:
+    """Where the results are not wanted any more, a test that waits is killed with its processes."""
+    program = "import subprocess\ndef test_long(): subprocess.run(['sleep', '600'])"
+    (runner.copy / "test_long.py").write_text(program)
+
+    def run(_: Runner, is_long: bool) -> None:
+        if is_long:
+            runner.run(["test_long.py"])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(at_once([runner, runner], run, [False, True]))
 
 
 @pytest.mark.parametrize(
