@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
 from tests.mutation.mutants import Mutant
 from tests.mutation.reach import Record
 from tests.mutation.runner import Runner
-from tests.mutation.worker import COLLECTING, Outcome
+from tests.mutation.worker import Outcome
 
-BUDGET_S = 90.0
-"""How long the tests that are tried with one mutant take together, without it."""
+BUDGET_S = 60.0
+"""The processor time after which no further test is tried with a mutant."""
+PORTIONS_S = (20.0, 100.0, 500.0)
+"""Tests run in portions, as collecting all takes long: those that take 20 s, then more until 100 s, 500 s."""
 SLACK_S = 30.0
 """What a test may take in addition to ten times its usual time before it counts as hanging."""
 
@@ -52,27 +55,29 @@ class Judge:
     def __call__(self, runner: Runner, mutant: Mutant) -> Verdict:
         """Run tests until one fails. A process test that fails has to fail twice."""
         reaching = self.tests(mutant)
-        tests = self.affordable(reaching)
-        left, cpu_s = list(tests), 0.0
-        while left:
-            outcome = self._run(runner, left, mutant)
+        tried, cpu_s = 0, 0.0
+        left = list(portions(reaching))
+        while left and cpu_s < self._budget_s:
+            tests = left.pop(0)
+            outcome = self._run(runner, tests, mutant, self._budget_s - cpu_s)
             cpu_s += outcome.cpu_s
+            tried += len(outcome.durations)
             killer = outcome.hung or next(iter(outcome.failed), None)
             if killer is None:
-                break
-            if killer == COLLECTING or outcome.hung or killer.startswith("tests/unit/"):
-                return Verdict(mutant, killer, outcome.hung is not None, len(reaching), len(tests), cpu_s)
-            again = self._run(runner, [killer], mutant)
-            cpu_s += again.cpu_s
-            if again.failed or again.hung:
-                return Verdict(mutant, killer, again.hung is not None, len(reaching), len(tests), cpu_s)
-            left = left[left.index(killer) + 1 :]
-        return Verdict(mutant, None, False, len(reaching), len(tests), cpu_s)
+                continue
+            if killer.startswith("tests/process/") and outcome.hung is None:
+                again = self._run(runner, [killer], mutant, self._budget_s)
+                cpu_s += again.cpu_s
+                if killer in again.durations:
+                    left.insert(0, tests[tests.index(killer) + 1 :])
+                    continue
+            return Verdict(mutant, killer, outcome.hung is not None, len(reaching), tried + 1, cpu_s)
+        return Verdict(mutant, None, False, len(reaching), tried, cpu_s)
 
-    def _run(self, runner: Runner, tests: Sequence[str], mutant: Mutant) -> Outcome:
+    def _run(self, runner: Runner, tests: Sequence[str], mutant: Mutant, budget_s: float) -> Outcome:
         files = dict.fromkeys(test.partition("::")[0] for test in tests)
         limits_s = {test: self._slack_s + 10 * seconds for test, seconds in self.tests(mutant).items()}
-        return runner.run(list(files), tests, mutant=mutant, limits_s=limits_s)
+        return runner.run(list(files), tests, mutant=mutant, limits_s=limits_s, budget_s=budget_s)
 
     def tests(self, mutant: Mutant) -> dict[str, float]:
         """Return the tests that reach a mutant with their seconds, in the order in which they are tried.
@@ -86,14 +91,14 @@ class Judge:
             found += [(nearness, number, seconds, test) for number, (seconds, test) in enumerate(tests)]
         return {test: seconds for _, _, seconds, test in sorted(found)}
 
-    def affordable(self, tests: dict[str, float]) -> list[str]:
-        """Return as many tests as fit into the budget, at least one."""
-        until = itertools.accumulate(tests.values())
-        return [
-            test
-            for number, (test, seconds) in enumerate(zip(tests, until, strict=True))
-            if number == 0 or seconds <= self._budget_s
-        ]
+
+def portions(tests: Mapping[str, float]) -> Iterator[list[str]]:
+    """Divide tests, with their seconds, into those that run together; leave out the last of too many."""
+    ends = list(itertools.accumulate(tests.values()))
+    counts = [max(1, bisect.bisect_right(ends, limit_s)) for limit_s in PORTIONS_S]
+    for begin, end in itertools.pairwise((0, *counts)):
+        if portion := list(tests)[begin:end]:
+            yield portion
 
 
 def _nearness(test_file: str, source_file: str) -> int:

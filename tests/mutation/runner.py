@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import shutil
@@ -61,12 +62,12 @@ class Runner:
         *,
         mutant: Mutant | None = None,
         limits_s: Mapping[str, float] | None = None,
+        budget_s: float = math.inf,
         config: Path | None = None,
     ) -> Outcome:
         """Run tests, all of `files` if `tests` is empty. With `tests`, the first failure ends the run."""
-        request = Request(
-            files, tests, limits_s or {}, USUAL_LIMIT_S, None if config is None else str(config)
-        )
+        path = None if config is None else str(config)
+        request = Request(files, tests, limits_s or {}, USUAL_LIMIT_S, budget_s, path)
         with self._mutated(mutant):
             return self._ask(request)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation.judge import Judge, Verdict
+from tests.mutation.judge import Judge, Verdict, portions
 from tests.mutation.mutants import draw, mutants_of
 from tests.mutation.reach import Record, records_of
 from tests.mutation.report import FOLDERS, Report, judge_mutants
@@ -170,7 +170,8 @@ def test_the_order_of_tests(project: Path) -> None:
     assert list(tests) == [
         f"tests/{place}::{name}" for place in reversed(folders) for name in ("quick", "slow")
     ]
-    assert len(Judge(records, budget_s=4.5).affordable(tests)) == 3
+    assert [len(portion) for portion in portions(dict.fromkeys(tests, 7.0))] == [2, 6]
+    assert [len(portion) for portion in portions(dict.fromkeys(tests, 200.0))] == [1, 1]
 
 
 def test_the_report(project: Path) -> None:

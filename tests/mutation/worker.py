@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import importlib
 import json
+import math
 import os
 import select
 import signal
@@ -29,22 +30,24 @@ COLLECTING = "collection"
 TEST_VARIABLE = "RANKWISE_TEST_MUTATION_CONTEXT"
 POLL_S = 0.05
 NOT_STARTED = 70
-NOTHING_SELECTED = 5  # pytest's exit code
+STOPPED, NOTHING_SELECTED = 2, 5  # pytest's exit codes
 DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG: a process ends with the one that started it
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: orphans of a run become children of the warm process
 
 
 @dataclass(frozen=True)
 class Request:
-    """Which tests to run, in which order, and for how many seconds at most.
+    """Which tests to run, in which order, and for how many seconds each at most.
 
-    An empty `tests` means all of `files`. `config` is a file for coverage, which is then measured.
+    An empty `tests` means all of `files`. None begins after `budget_s` seconds of processor time. `config` is
+    a file for coverage, which is then measured.
     """
 
     files: Sequence[str]
     tests: Sequence[str]
     limits_s: Mapping[str, float]
     usual_limit_s: float
+    budget_s: float = math.inf
     config: str | None = None
 
 
@@ -73,6 +76,9 @@ class Recorder:
         self._request, self._events, self._measured = request, events, measured
         self._failed = False
 
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        self._session = session
+
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         if self._request.tests:
             place = {name: number for number, name in enumerate(self._request.tests)}
@@ -96,6 +102,8 @@ class Recorder:
         self._write("failed" if self._failed else "passed", nodeid, time.monotonic() - self._began)
         if self._measured is not None:
             self._measured.switch_context("")
+        if sum(os.times()[:4]) > self._request.budget_s:  # of this process and its children
+            self._session.shouldstop = "the budget is spent"
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -185,7 +193,7 @@ def _watch(pid: int, reader: int, request: Request, output: Path) -> Outcome:
             hung = current
             os.kill(pid, signal.SIGKILL)
     status, cpu_s = ended
-    if not failed and hung is None and status not in (0, NOTHING_SELECTED):
+    if not failed and hung is None and status not in (0, STOPPED, NOTHING_SELECTED):
         failed.append(current)  # the process was killed, or pytest did not start
     return Outcome(failed, hung, durations, cpu_s, output.read_text(errors="replace")[-20000:])
 
