@@ -25,7 +25,13 @@ from rankwise.errors import (
 from rankwise.precision import Precision
 from rankwise.ranks import rank_zero_only
 from rankwise.registry import StrategyRegistry
-from rankwise.strategies import DDPForkStrategy, DDPStrategy, SingleDeviceStrategy, Strategy
+from rankwise.strategies import (
+    DDPElasticStrategy,
+    DDPForkStrategy,
+    DDPStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
 
 BOTH = pytest.mark.parametrize("cls", [DDPStrategy, SingleDeviceStrategy])
 
@@ -254,10 +260,17 @@ def test_a_grace_is_a_number(value: object) -> None:
     assert isinstance(refused(DDPStrategy, grace_period_s=value), InvalidTypeError)
 
 
-def test_a_grace_is_not_negative() -> None:
-    """Less than no grace is refused; none is possible."""
+def test_a_grace_has_limits() -> None:
+    """From none to a year."""
     assert isinstance(refused(DDPStrategy, grace_period_s=-0.1), InvalidArgumentError)
-    assert DDPStrategy(grace_period_s=0).grace_period_s == 0.0
+    for value in (0, 365 * 24 * 3600):
+        assert DDPStrategy(grace_period_s=value).grace_period_s == float(value)
+
+
+@pytest.mark.parametrize("value", [True, -1, 1.0, "1", None], ids=repr)
+def test_restarts_are_counted(value: object) -> None:
+    """`max_restarts` is a whole number from 0 on."""
+    assert isinstance(refused(DDPElasticStrategy, max_restarts=value), InvalidArgumentError)
 
 
 @pytest.mark.parametrize(

@@ -152,8 +152,11 @@ def test_averaged_models_with_master_weights(tmp_path: Path) -> None:
         trainer(tmp_path, strategy=strategy, devices=2, precision="bf16-master").fit(Line(), loader())
 
 
-def test_averaged_models_where_a_step_is_skipped(tmp_path: Path) -> None:
-    """Post-local SGD begins to average models when its hook leaves gradients apart: skipped steps count."""
+def test_averaged_models_where_a_step_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Post-local SGD begins to average models when its hook leaves gradients apart: skipped steps count.
+
+    One rank says that a step is skipped.
+    """
     models = [Spoilt(float("nan")) for _ in range(2)]
 
     def fit(rank: int) -> Tensor:
@@ -164,6 +167,7 @@ def test_averaged_models_where_a_step_is_skipped(tmp_path: Path) -> None:
 
     first, second = run_ranks(2, fit)
     assert torch.equal(first, second)
+    assert caplog.text.count("This step is skipped") == 1
 
 
 class Registered(ThreadedStrategy):

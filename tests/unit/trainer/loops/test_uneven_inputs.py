@@ -153,6 +153,7 @@ def test_padding_steps_leave_state_unchanged() -> None:
     """Buffers, changed in place or replaced, and every random state are put back."""
     module: Any = nn.BatchNorm1d(1)
     module.register_buffer("count", torch.zeros(1))
+    module.register_buffer("unset", None)
     count, mean = module.count, module.running_mean.clone()
 
     def draws() -> tuple[float, float, float]:
