@@ -25,7 +25,7 @@ def rows(page: str = PAGE.read_text()) -> list[tuple[str, list[str]]]:
 
 
 @cache
-def tests_in(path: str) -> dict[str, ast.FunctionDef]:
+def functions_in(path: str) -> dict[str, ast.FunctionDef]:
     """Return the tests in a file by name, those in classes with the class's."""
     tree = ast.parse((REPOSITORY / path).read_text())
     found = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
@@ -41,14 +41,16 @@ def is_in_default_tier(test: str) -> bool:
     path, name = test.split("::", 1)
     if not path.startswith(tuple(f"tests/{folder}/" for folder in (*SLOW_FOLDERS, "cluster", "gpu"))):
         return True
-    return "pytest.mark.quick" in map(ast.unparse, tests_in(path)[name].decorator_list)
+    return any("pytest.mark.quick" in ast.unparse(each) for each in functions_in(path)[name].decorator_list)
 
 
 def missing(tests: list[str]) -> list[str]:
     """Return the tests that do not exist."""
     named = [(test, *test.split("::", 1)) for test in tests]
     return [
-        test for test, path, name in named if not (REPOSITORY / path).is_file() or name not in tests_in(path)
+        test
+        for test, path, name in named
+        if not (REPOSITORY / path).is_file() or name not in functions_in(path)
     ]
 
 

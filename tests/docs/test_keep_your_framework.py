@@ -52,7 +52,6 @@ def lines_of(printed: str) -> list[str]:
     return [line for line in printed.splitlines() if line.startswith(starts)]
 
 
-@pytest.mark.quick
 def test_the_programs(run_script: ScriptRunner) -> None:
     """Each trains on two ranks, and prints its line once; here by fork, one after another in one process."""
     need_installed("lightning", "transformers", "accelerate")

@@ -31,10 +31,16 @@ def test_what_is_ci(value: str | None, is_one: bool, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(("value", "code"), [("", 0), ("false", 0), ("true", 1)])
 def test_clusters_have_to_run_in_ci(value: str, code: int, tmp_path: Path) -> None:
     """Where their tools cannot be had, `.ci/run` says which, and fails in CI."""
-    [stage] = re.findall(r"^is_ci\(\).*?^fi\n", CI_RUN, re.MULTILINE | re.DOTALL)
-    stage = stage.replace('PATH="$PATH:/usr/sbin:/sbin" ', "").replace("$EUID -eq 0", "1 -eq 0")
+    [functions] = re.findall(r"^is_ci\(\).*?(?=^run_lint)", CI_RUN, re.MULTILINE | re.DOTALL)
+    functions = functions.replace('PATH="$PATH:/usr/sbin:/sbin" ', "").replace("$EUID -eq 0", "1 -eq 0")
     done = subprocess.run(
-        ["/bin/bash", "-euo", "pipefail", "-c", f"step() {{ :; }}\n{stage}"],
+        [
+            "/bin/bash",
+            "-euo",
+            "pipefail",
+            "-c",
+            f"{functions}step() {{ :; }}\nin_clone() {{ :; }}\nrun_clusters",
+        ],
         env={**os.environ, "PATH": str(tmp_path), "CI": value},
         capture_output=True,
         text=True,

@@ -62,6 +62,7 @@ STATE = """
 NOT_COMPARED = (processes.MARKER, "TORCHINDUCTOR_CACHE_DIR")  # the latter is set by torch._dynamo's import
 
 
+@pytest.mark.full
 def test_a_fork_is_as_an_interpreter_of_its_own(run_script: ScriptRunner) -> None:
     """What a program finds does not tell whether it was forked; random numbers are each program's own."""
     results = [run_script(STATE, *NOT_COMPARED, fresh=fresh) for fresh in (True, False, False)]
@@ -83,6 +84,7 @@ ENDS = {
 }
 
 
+@pytest.mark.full
 def test_a_fork_ends_as_an_interpreter_of_its_own(run_script: ScriptRunner) -> None:
     """Exit code, traceback and exit hooks are the same."""
     for source, code in ENDS.items():

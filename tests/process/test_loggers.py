@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,12 @@ def values(history: list[dict[str, Any]], name: str) -> list[float]:
 
 def merged(runs: list[OfflineRun]) -> list[dict[str, Any]]:
     return [line for run in runs for line in run.history]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imported() -> None:
+    """Import W&B before a test: it makes temporary folders, which stay until the process ends."""
+    importlib.import_module("wandb")
 
 
 @pytest.fixture

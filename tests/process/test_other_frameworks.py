@@ -100,6 +100,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("start_method", START_METHODS)
 @pytest.mark.parametrize(
     ("package", "program", "fails"),

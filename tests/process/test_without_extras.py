@@ -83,6 +83,7 @@ def without_optional(tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(folder)}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "strategy", ["ddp_fork", *(pytest.param(name, marks=pytest.mark.soak) for name in ("ddp_spawn", "ddp"))]
 )
@@ -93,7 +94,6 @@ def test_training(run_script: ScriptRunner, without_optional: dict[str, str], st
     assert "trained" in result.stdout
 
 
-@pytest.mark.quick
 def test_doctor(run_script: ScriptRunner, without_optional: dict[str, str]) -> None:
     """The doctor finds nothing wrong without NumPy."""
     command = [sys.executable, "-m", "rankwise", "doctor", "--json"]
