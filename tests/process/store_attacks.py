@@ -127,7 +127,7 @@ def _of_other_rank(store: LyingStore, key: str) -> bytes:
 def _of_other_group(store: LyingStore, key: str) -> bytes:
     """Return what the same rank had read of the default group in place of a later group."""
     value = store.true_value(key)
-    earlier = re.sub(r"0//\d+//", "0//", key)
+    earlier = re.sub(r"(/\d+//)\d+//", r"\1", key)  # whatever number the first group has
     with suppress(FileNotFoundError):
         return (store.attack.folder / f"{store.rank} {_file_name(earlier)}").read_bytes()
     return value

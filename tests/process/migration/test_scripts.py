@@ -64,6 +64,13 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"lightning": SCRIPTS, "rankwise": changed}
 
 
+def names_of(request: pytest.FixtureRequest, *, but: str = "") -> list[str]:
+    """Return the names of the scripts whose results tests use that were chosen, without those of one test."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    using = [item for item in items if "results" in item.fixturenames and item.path == request.path]
+    return sorted({str(item.callspec.params["name"]) for item in using if item.originalname != but})
+
+
 @pytest.fixture(scope="module")
 def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, scripts: dict[str, Path]
@@ -71,11 +78,7 @@ def results(
     """Run the scripts of the chosen tests on one process and two; return where `1/NAME.pt` and so on are."""
     need_installed("wandb")
     with module_runner(tmp_path_factory.mktemp("results")) as run:
-        items = [item for item in request.session.items if "results" in getattr(item, "fixturenames", ())]
-        on_one, on_two = (
-            sorted({item.callspec.params["name"] for item in items if item.originalname != left_out})
-            for left_out in (None, "test_on_one_process")
-        )
+        on_one, on_two = names_of(request), names_of(request, but="test_on_one_process")
         started = record.start_all(run, scripts["rankwise"], "rankwise", on_one, on_two)
         ended = started.finish(timeout=600)
         assert ended.returncode == 0, ended
