@@ -94,7 +94,9 @@ def check(result: ScriptResult, folder: Path) -> None:
     assert not (folder / "code_was_run").exists(), result
     read = folder / "read"
     assert not read.exists() or SECRET not in read.read_text(), result
-    texts = "is connected to another process in place of rank", "No rank of the job has written"
+    texts = ["is connected to another process in place of rank", "No rank of the job has written"]
+    if torch.__version__ < "2.8":  # gloo itself fails when the impostor closes a connection too early
+        texts.append("Gloo connectFullMesh failed with")
     says_so = any(text in result.stdout for text in texts)
     assert says_so or ALL_WELL in result.stdout, result
 
@@ -116,7 +118,8 @@ def test_an_outcome_that_no_rank_has_written(late: int, attack: Attack) -> None:
 def test_the_further_connections_of_a_group(variable: str, attack: Attack) -> None:
     """Those of torch's debug mode, and of a second interface, are compared too."""
     name, _, value = variable.partition("=")
-    assert attack("new_group", "fork", 1, **{name: value})["ended_with_our_error"]
+    tries = (attack("new_group", "fork", 1, **{name: value}) for _ in range(5))  # torch 2.6 may need several
+    assert any(seen["ended_with_our_error"] for seen in tries)
 
 
 CASES = [("broadcast", "fork", 1), ("fit", "fork", 1), ("fit", "elastic", 1), ("broadcast", "fork", 2)]
