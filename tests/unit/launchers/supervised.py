@@ -162,11 +162,12 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def wait_until_handled(supervisor: Supervisor) -> None:
     """Wait until the supervisor has handled all that has happened so far.
 
-    In the first pass its loop has perhaps begun before; the calls of the third come after all events.
+    In the first pass its loop has perhaps begun before. Data and the end of a file take a pass each, and
+    calls come before the events of their pass.
     """
     is_handled = threading.Event()
     call: Callable[[], None] = is_handled.set
-    for _ in range(3):
+    for _ in range(4):
         call = partial(supervisor._loop.call_soon, call)
     call()
     assert is_handled.wait(LIMIT_S)
