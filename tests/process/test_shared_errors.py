@@ -93,7 +93,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return list(map(json.loads, result.stdout.splitlines()))
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
