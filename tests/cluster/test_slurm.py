@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -28,7 +29,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(220)]
 SCRIPTS = EXAMPLES / "slurm"
 REQUEUED_EPOCHS = 12
 DOCTOR = "python -m rankwise doctor"
-TRAINING = " ".join(["python", str(DIGITS), *BRIEF])
+TRAINING = shlex.join(["python", str(DIGITS), *BRIEF])
 
 
 class User:
