@@ -242,19 +242,16 @@ def test_stacks_after_a_time_out(
 # -------------------------------------------------------------------------------------- rank 0 here
 
 
-@pytest.fixture
-def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the exit codes with which the supervisor would end this process, which seems to be a script."""
-    codes: list[int] = []
+@pytest.fixture(autouse=True)
+def short_time_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_TO_LEAVE_S", SHORT_S)
-    monkeypatch.setattr(supervisor, "exit_now", codes.append)
-    monkeypatch.setattr(supervisor, "is_hosted", lambda: False)
-    return codes
 
 
 def wait_until_left(job: Job) -> None:
     """Wait until rank 1 has been killed, and rank 0 has had its time to leave."""
-    wait_until(lambda: job[1].process.was_killed and not job.supervisor._loop.has_deadline)
+    wait_until(lambda: job[1].process.was_killed)
+    wait_until_handled(job.supervisor)  # the end of the grace period, which sets the time to leave
+    wait_until(lambda: not job.supervisor._loop.has_deadline)
     wait_until_handled(job.supervisor)
 
 
