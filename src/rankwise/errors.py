@@ -590,7 +590,8 @@ class WorkerKilledError(WorkerError):
             if self.signal_number == signal.SIGABRT:
                 crash += (
                     " gloo also aborts where ranks call different collectives, or one rank calls one alone: "
-                    "DDPStrategy(check_collectives=True) names the calls."
+                    "DDPStrategy(check_collectives=True) names the calls. NCCL's watchdog aborts where "
+                    "one has waited for `timeout`, and names it above: look for a rank that hangs or left."
                 )
             return crash
         return "find who sent the signal; rankwise did not."

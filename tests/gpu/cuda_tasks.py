@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from rankwise import DDPStrategy, Strategy, Trainer, TrainingModule
+from rankwise.gradient_sync.buckets import mean_over_ranks
 from rankwise.precision import MasterWeightsPrecision, MixedPrecision
+from rankwise.process_group.collectives import all_gather
 
 SAMPLES = 16
 
@@ -82,6 +84,28 @@ def describe_group(strategy: Strategy) -> dict[str, Any]:
         "sum": total.tolist(),
         "is_current": torch.cuda.current_device() == strategy.root_device.index,
     }
+
+
+def gather_on_two(strategy: Strategy) -> list[list[float]]:
+    """Gather values of the CPU and the GPU over a group of NCCL alone, forward and back, and a weight."""
+    rank, found = strategy.global_rank, []
+    for device in (torch.device("cpu"), strategy.root_device):
+        own = torch.full((2,), rank + 1.0, device=device, requires_grad=True)
+        gathered: Any = all_gather(own, sync_grads=True)
+        (gathered * gathered.new_tensor([[1.0], [10.0]])).sum().backward()
+        assert own.grad is not None
+        assert gathered.device == own.grad.device == device
+        found += [gathered.flatten().tolist(), own.grad.tolist()]
+    return [*found, [mean_over_ranks(rank + 1.0, None)]]
+
+
+def fail_on_one(strategy: Strategy) -> None:
+    """Fail on rank 1 while rank 0 waits for it in a collective of NCCL."""
+    if strategy.global_rank == 1:
+        raise ValueError("rank 1 fails")
+    total = torch.ones(1, device=strategy.root_device)
+    dist.all_reduce(total)
+    total.item()
 
 
 class Images(TrainingModule):

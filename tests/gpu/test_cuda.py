@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from rankwise import DDPSpawnStrategy
+from rankwise import DDPSpawnStrategy, DDPStrategy
+from rankwise.errors import WorkerError
 from tests.gpu.cuda_tasks import (
     Images,
     describe_group,
+    fail_on_one,
+    gather_on_two,
     images,
     quiet,
     train_plainly,
@@ -73,6 +77,30 @@ def test_nccl_knows_its_device() -> None:
     """NCCL carries collectives on CUDA, and was told the device, so that none is guessed."""
     seen = on_gpu().launch(describe_group)
     assert seen == {"backend": "nccl", "device": "cuda:0", "sum": [2.0] * 3, "is_current": True}
+
+
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch sees fewer than two devices")
+
+
+@two_devices
+@pytest.mark.parametrize("backend", ["nccl", "cuda:nccl", "cpu:gloo,cuda:nccl"])
+def test_values_of_the_cpu_over_nccl(backend: str) -> None:
+    """They travel on the group's device, and come back to the CPU, as do their gradients."""
+    strategy = DDPSpawnStrategy(accelerator="cuda", devices=2, process_group_backend=backend)
+    one_side = [[1.0, 1.0, 2.0, 2.0], [2.0, 2.0]]
+    assert strategy.launch(gather_on_two) == [*one_side, *one_side, [1.5]]
+
+
+@two_devices
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_a_failure_beside_a_collective_of_nccl(start_method: str) -> None:
+    """The rank that waits for the one that failed ends soon: its group is aborted, not destroyed."""
+    strategy = DDPStrategy(accelerator="cuda", devices=2, start_method=start_method)
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 1 fails") as failed:
+        strategy.launch(fail_on_one)
+    assert failed.value.global_rank == 1
+    assert time.monotonic() - began < 60
 
 
 def test_state_comes_back_to_the_cpu() -> None:

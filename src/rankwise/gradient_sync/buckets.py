@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from rankwise.errors import ConfigurationError
-from rankwise.process_group.collectives import is_distributed
+from rankwise.process_group.collectives import collective_device, is_distributed
 
 BUCKET_BYTES = 32 * 2**20
 FULL_PRECISION = (torch.float32, torch.float64)
@@ -143,8 +143,7 @@ def mean_over_ranks(weight: float, group: dist.ProcessGroup | None) -> float:
     """Return the mean of all ranks' weights, by a collective; without a process group return `weight`."""
     if not is_distributed(group):
         return weight
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    total = torch.tensor([weight], dtype=torch.double, device=device)
+    total = torch.tensor([weight], dtype=torch.double, device=collective_device(group))
     dist.all_reduce(total, group=group)
     return float(total) / dist.get_world_size(group)
 
@@ -162,10 +161,10 @@ def require_dense(parameters: Iterable[Tensor]) -> None:
 
 def buckets_of(parameters: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
     """Yield groups of parameters of one dtype and device, in an order that is the same on every rank."""
-    open_buckets: dict[tuple[torch.dtype, str], list[Tensor]] = {}
-    sizes: dict[tuple[torch.dtype, str], int] = {}
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     for parameter in parameters:
-        kind = (parameter.dtype, parameter.device.type)
+        kind = (parameter.dtype, parameter.device)
         size = parameter.numel() * parameter.element_size()
         if kind in open_buckets and sizes[kind] + size > bucket_bytes:
             yield open_buckets.pop(kind)

@@ -183,7 +183,7 @@ def powersgd_hook(memory: PowerSGDMemory, bucket: Any) -> Any:
         return allreduce_hook(memory.state.process_group, bucket)
     memory.fit(bucket)
     future = powerSGD_hook(memory.state, bucket)
-    if dist.get_backend(memory.state.process_group) != "nccl":
+    if not (bucket.buffer().is_cuda and "nccl" in dist.get_backend(memory.state.process_group)):
         future.wait()
     return future
 

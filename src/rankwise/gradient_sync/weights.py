@@ -312,7 +312,9 @@ def _divide_tensors(gradients: list[Tensor], mean: float | Tensor) -> None:
     """
     is_there = isinstance(mean, Tensor) and all(gradient.device == mean.device for gradient in gradients)
     if isinstance(mean, Tensor) and is_there and not mean.is_cpu:
-        torch._foreach_div_(gradients, mean.clamp_min(torch.finfo(mean.dtype).tiny))
+        divisor = mean.clamp_min(torch.finfo(mean.dtype).tiny)
+        for dtype in {gradient.dtype for gradient in gradients}:  # torch has one kernel for each
+            torch._foreach_div_([each for each in gradients if each.dtype == dtype], divisor)
     elif gradients and (number := float(mean)) != 0:
         torch._foreach_div_(gradients, number)
 

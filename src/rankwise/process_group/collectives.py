@@ -107,9 +107,11 @@ def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
 
 
 def collective_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device for CPU tensors in a group's collectives: with NCCL alone the current CUDA device."""
-    is_cuda_only = str(dist.get_backend(group)) in ("nccl", "cuda:nccl")
-    return torch.device("cuda", torch.cuda.current_device()) if is_cuda_only else torch.device("cpu")
+    """Return the device for CPU tensors in a group's collectives: the group's own with NCCL alone."""
+    if str(dist.get_backend(group)) not in ("nccl", "cuda:nccl"):
+        return torch.device("cpu")
+    used: Any = dist.group.WORLD if group is None else group
+    return used.bound_device_id or torch.device("cuda", torch.cuda.current_device())
 
 
 def _numeric_types() -> tuple[type, ...]:
@@ -336,9 +338,11 @@ class _SumOfSlices(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, slices: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         ctx.group = group
-        summed = slices.contiguous().clone()
+        is_cpu = slices.device.type == "cpu"
+        summed = slices.clone(memory_format=torch.contiguous_format)
+        summed = summed.to(collective_device(group)) if is_cpu else summed
         dist.all_reduce(summed, op=dist.ReduceOp.SUM, group=group)
-        return summed[dist.get_rank(group)]
+        return summed[dist.get_rank(group)].to(slices.device)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -167,6 +167,10 @@ def process_group(
     try:
         with group_joinable() if is_ours else nullcontext():
             yield identities
+    except BaseException:
+        if is_ours and dist.is_initialized():
+            _abort_nccl()
+        raise
     finally:
         if is_ours and dist.is_initialized():
             destroy_groups()
@@ -224,7 +228,7 @@ def join_process_group(
                 rank=ranks.global_rank,
                 world_size=ranks.world_size,
                 timeout=timeout,
-                device_id=device if backend == "nccl" else None,
+                device_id=device if device.type == "cuda" and "nccl" in backend else None,
                 **(options or {}),
             )
         try:
@@ -366,6 +370,13 @@ def gloo_on_interface(name: str | None) -> Iterator[None]:
         yield
     finally:
         os.environ.pop(_GLOO_INTERFACE, None)
+
+
+def _abort_nccl() -> None:
+    """End what NCCL waits for: after a failure other ranks do not come, but destroying waits for them."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if "nccl" in dist.get_backend(group):
+            group._get_backend(torch.device("cuda")).abort()
 
 
 def destroy_groups() -> None:

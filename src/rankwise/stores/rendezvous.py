@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from operator import attrgetter
@@ -64,10 +64,19 @@ def identity_of(ranks: RankInfo, device: str = "") -> RankIdentity:
     return RankIdentity(*place, socket.gethostname(), os.getpid(), device)
 
 
+def mig_slices(environ: Mapping[str, str]) -> list[str]:
+    """Return the uuids by which the environment names slices of a GPU (MIG); [] where it names none."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES", "")
+    return visible.split(",") if visible.startswith("MIG-") else []
+
+
 def exclusive_device(backend: str, device: torch.device) -> str:
     """Return the identity of a device that one rank alone may use, as NCCL's; an empty text for others."""
-    is_exclusive = device.type == "cuda" and "nccl" in backend
-    return str(torch.cuda.get_device_properties(device).uuid) if is_exclusive else ""
+    if device.type != "cuda" or "nccl" not in backend:
+        return ""
+    if slices := mig_slices(os.environ):
+        return slices[device.index or 0]  # torch knows the uuid of the whole GPU
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def run_rendezvous(store: dist.Store, own: RankIdentity, timeout: timedelta) -> tuple[RankIdentity, ...]:

@@ -171,10 +171,12 @@ def check_accelerator(accelerator: object) -> str:
 
 def device_type(accelerator: object) -> str:
     """Return `"cpu"` or `"cuda"`, which must exist here."""
-    name, has_cuda = check_accelerator(accelerator), torch.cuda.device_count() > 0
-    if name == "cpu" or (name == "auto" and not has_cuda):
-        return "cpu"
-    if not has_cuda:
+    name = check_accelerator(accelerator)
+    if name == "cpu":
+        return "cpu"  # counting devices may initialise CUDA
+    if torch.cuda.device_count() == 0:
+        if name == "auto":
+            return "cpu"
         raise ConfigurationError(
             message=f"accelerator={accelerator!r} is not possible: torch sees no CUDA device.",
             facts=f"torch {torch.__version__}, torch.cuda.device_count() is 0.",

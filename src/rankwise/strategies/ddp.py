@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
@@ -352,9 +352,17 @@ class DDPStrategy(Strategy):
         index = self.root_device.index
         return None if self.root_device.type == "cpu" or index is None else [index]
 
-    def _wrapping_stream(self) -> AbstractContextManager[Any]:
-        # A side stream, as torch's notes on CUDA graphs and DDP require.
-        return torch.cuda.stream(torch.cuda.Stream()) if self.root_device.type == "cuda" else nullcontext()
+    @contextmanager
+    def _wrapping_stream(self) -> Iterator[None]:
+        # A side stream, as torch's notes on CUDA graphs and DDP require; it orders nothing by itself.
+        if self.root_device.type != "cuda":
+            yield
+            return
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            yield
+        current.wait_stream(side)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
         """Return a context in which backward passes average nothing, for accumulating gradients.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -36,6 +36,7 @@ from rankwise.launchers import Launcher
 from rankwise.launchers.inline import InlineLauncher
 from rankwise.launchers.script_place import script_place
 from rankwise.ranks import RankInfo
+from rankwise.stores.rendezvous import mig_slices
 from rankwise.stores.tcp import RendezvousEndpoint
 from rankwise.strategies.config import ProcessConfig, check_devices, check_num_nodes, device_type
 from rankwise.torch_internals import JOB, check_torch
@@ -97,9 +98,21 @@ def find_placement(
         if "slurm" in detection.rejected:
             warn_of_unused_tasks(os.environ, ranks.world_size)
     environment.validate_settings(ranks.local_world_size, ranks.num_nodes)
+    if kind == "cuda" and config.start_method == "fork" and not environment.creates_processes_externally:
+        refuse_fork_beside_slices(os.environ)
     if ranks.world_size > 1:
         check_torch(JOB)
     return Placement(ranks, tuple(found), environment)
+
+
+def refuse_fork_beside_slices(environ: Mapping[str, str]) -> None:
+    """Raise where torch has to initialise CUDA to count the devices, after which no fork can use them."""
+    if visible := mig_slices(environ):
+        raise ConfigurationError(
+            message="start_method='fork' cannot use slices of a GPU (MIG) that are named by their uuid.",
+            facts=f"CUDA_VISIBLE_DEVICES={','.join(visible)}; torch initialises CUDA to count them.",
+            remedy='use strategy="ddp", "ddp_spawn" or "ddp_forkserver".',
+        )
 
 
 def _find_environment(

@@ -167,3 +167,10 @@ def test_a_ranks_identity() -> None:
         "",
     )
     assert own.host
+
+
+def test_slices_of_a_gpu_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks on two slices are on two devices, whose GPU is one."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
+    names = [exclusive_device("cpu:gloo,cuda:nccl", torch.device("cuda", index)) for index in (0, 1)]
+    assert names == ["MIG-a", "MIG-b"]

@@ -52,6 +52,13 @@ def test_what_is_synchronised_already_stays() -> None:
     assert module[0] is layer
 
 
+def test_a_root_that_is_a_layer_itself_is_refused() -> None:
+    """It has no owner in which it could be replaced; one that is synchronised already may stay."""
+    with pytest.raises(ConfigurationError, match=r"wrap it: nn\.Sequential\(BatchNorm1d"):
+        WrappedModules().sync_batchnorms(nn.BatchNorm1d(2), None)
+    WrappedModules().sync_batchnorms(nn.SyncBatchNorm(2), None)
+
+
 def test_refused_on_the_cpu() -> None:
     """There is none on the CPU, which is said before any process starts."""
     with pytest.raises(ConfigurationError, match="SyncBatchNorm"):
