@@ -76,8 +76,8 @@ def check_forked(program: Program, folder: Path) -> None:
 
         outcomes = on_ranks.run_job(program, job, folder, strategy)
         for outcome in outcomes:  # the module's attributes stay on the ranks
-            outcome.pop("seen", None)
-            outcome.pop("validations", None)
+            for name in ("seen", "validations", "notes", "draws"):
+                outcome.pop(name, None)
         return [outcomes]
 
     _check(program, run)
@@ -95,14 +95,17 @@ def _check(program: Program, run: Callable[[Job], list[Any]]) -> None:
     for number, job in enumerate(program.jobs):
         by_rank = run(job)
         fits = [[outcome["seen"] for outcome in outcomes if "seen" in outcome] for outcomes in by_rank]
+        draws = [outcome["draws"] for outcome in by_rank[0] if "draws" in outcome]
         expected, saved = reference.run_job(
-            program, job, saved, [list(fit) for fit in zip(*fits, strict=True)]
+            program, job, saved, [list(fit) for fit in zip(*fits, strict=True)], draws
         )
         actions = [action for run in job.runs for action in run.actions]
         for rank, outcomes in enumerate(by_rank):
             for place, (action, one, other) in enumerate(zip(actions, outcomes, expected, strict=True)):
                 is_forked = len(by_rank) < job.world_size
-                wanted = {key: other[key] for key in other if key != "validations" or not is_forked}
+                wanted = {
+                    key: other[key] for key in other if key not in ("validations", "notes") or not is_forked
+                }
                 found = differences(one, wanted)
                 where = f"job {number} on {job.world_size} ranks, rank {rank}, action {place} ({action.name})"
                 assert not found, f"{where}:\n  " + "\n  ".join(found[:8])

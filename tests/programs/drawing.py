@@ -8,7 +8,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.programs.program import Action, Change, Data, Job, Learning, Options, Program, Run
+from tests.programs.hook_bodies import BATCH_HOOKS, BODIES, HOOKS, STEP_BODIES, STEP_HOOKS
+from tests.programs.program import Action, Change, Data, Deed, Job, Learning, Options, Program, Run
 
 SIZES = (1, 2, 3)
 SHAPES = ("tuple", "dict", "nested", "record", "images", "time first", "scalar first")
@@ -19,8 +20,13 @@ EVALUATIONS = ("validate", "test", "predict")
 
 
 @st.composite
-def programs(draw: st.DrawFn, world_sizes: tuple[int, ...] = SIZES, *, shuffles: bool = True) -> Program:
-    """Draw a program that can run: every rank has a batch in every epoch."""
+def programs(
+    draw: st.DrawFn, world_sizes: tuple[int, ...] = SIZES, *, shuffles: bool = True, draws: bool = True
+) -> Program:
+    """Draw a program that can run: every rank has a batch in every epoch.
+
+    `shuffles` and `draws` are whether torch may shuffle, and hooks may draw random numbers.
+    """
     job_sizes = draw(st.lists(st.sampled_from(world_sizes), min_size=1, max_size=3))
     train = draw(_training_data(max(job_sizes), shuffles=shuffles))
     learning = draw(_learnings())
@@ -56,6 +62,7 @@ def programs(draw: st.DrawFn, world_sizes: tuple[int, ...] = SIZES, *, shuffles:
         options,
         tuple(jobs),
         changes=draw(_changes(learning)),
+        deeds=draw(_deeds(options, draws=draws)),
         is_seeded=is_seeded,
         metrics=draw(_some(METRICS)),
         train_metrics=draw(_some(TRAIN_METRICS)),
@@ -81,6 +88,19 @@ def _changes(draw: st.DrawFn, learning: Learning) -> tuple[Change, ...]:
     changes: list[Change] = [] if learning.is_manual else draw(st.lists(places, max_size=3))
     added = [Change(0, draw(st.integers(0, 2)), "add", part) for part in learning.late]
     return (*changes, *added)
+
+
+@st.composite
+def _deeds(draw: st.DrawFn, options: Options, *, draws: bool) -> tuple[Deed, ...]:
+    """Draw what hooks do; hooks of batches are not called on a rank that has none left."""
+    hooks = [hook for hook in HOOKS if options.uneven_inputs != "join" or hook not in BATCH_HOOKS]
+    deeds = []
+    for hook in draw(st.lists(st.sampled_from(hooks), max_size=4)):
+        bodies = STEP_BODIES if hook in STEP_HOOKS else BODIES
+        body = draw(st.sampled_from([body for body in bodies if draws or body not in ("draw", "noise")]))
+        owner = "optimizer" if hook == "step" else draw(st.sampled_from(["callback", "module"]))
+        deeds.append(Deed(owner, hook, body))
+    return tuple(deeds)
 
 
 @st.composite

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from rankwise import Trainer, TrainingModule
-from rankwise.callbacks import ModelCheckpoint
+from rankwise.callbacks import Callback, ModelCheckpoint
 from tests.process.training_tasks import quiet_trainer
-from tests.programs import learning
+from tests.programs import hook_bodies, learning
 from tests.programs.learning import Samples
-from tests.programs.program import Action, Job, Program, Run
+from tests.programs.program import Action, Deed, Job, Program, Run
 from tests.programs.reference import Outcome, new_fold, new_net
 
 MakeStrategy = Callable[..., Any]
@@ -40,12 +40,51 @@ class Module(TrainingModule):
         )
         self.validations: list[float] = []
         self.seen: list[tuple[int, list[int]]] = []
+        self.notes: list[float] = []
+        self.draws: list[float] = []
+
+    def perform(self, owner: str, hook: str, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Do what the program does in a hook."""
+        for deed in self.program.deeds:
+            if (deed.owner, deed.hook) == (owner, hook):
+                self._perform(deed, [optimizer] if optimizer is not None else self.trainer.optimizers)
+
+    def _perform(self, deed: Deed, optimizers: list[torch.optim.Optimizer]) -> None:
+        def add_up() -> float:
+            return float(self.all_gather(self.trainer.global_rank + 1.0).sum())
+
+        def draw() -> float:
+            self.draws.append(hook_bodies.draw())
+            return self.draws[-1]
+
+        self.notes.append(hook_bodies.perform(deed, self.net, optimizers, add_up=add_up, draw=draw))
+
+    def on_train_epoch_start(self) -> None:
+        self.perform("module", "on_train_epoch_start")
+
+    def on_train_epoch_end(self) -> None:
+        self.perform("module", "on_train_epoch_end")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.perform("module", "on_train_batch_end")
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.perform("module", "on_before_optimizer_step", optimizer)
+
+    def on_validation_epoch_start(self) -> None:
+        if self.trainer.is_fitting:
+            self.perform("module", "on_validation_epoch_start")
+
+    def on_validation_epoch_end(self) -> None:
+        if self.trainer.is_fitting:
+            self.perform("module", "on_validation_epoch_end")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         for change in self.program.changes:
             if (change.epoch, change.batch) != (self.current_epoch, batch_idx):
                 continue
             learning.apply_change(self.net, self.trainer.optimizers[0], change, self.trainer.global_rank)
+        self.perform("module", "on_train_batch_start")
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         samples = learning.read_batch(self.program.train.shape, batch)
@@ -111,6 +150,8 @@ class Module(TrainingModule):
 
     def configure_optimizers(self) -> Any:
         optimizers = learning.make_optimizers(self.net, self.program.learning)
+        for optimizer in optimizers:
+            optimizer.register_step_post_hook(self._after_step)
         scheduler = learning.make_scheduler(optimizers[0], self.program.learning)
         if scheduler is None:
             return optimizers
@@ -119,6 +160,38 @@ class Module(TrainingModule):
             "optimizer": optimizers[0],
             "lr_scheduler": {"scheduler": scheduler, "interval": interval, "monitor": "val"},
         }
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
+        self.perform("optimizer", "step", optimizer)
+
+
+class Performing(Callback):
+    """Calls what the program does in the hooks of a callback."""
+
+    def on_train_epoch_start(self, trainer: Trainer, module: Any) -> None:
+        module.perform("callback", "on_train_epoch_start")
+
+    def on_train_epoch_end(self, trainer: Trainer, module: Any) -> None:
+        module.perform("callback", "on_train_epoch_end")
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        module.perform("callback", "on_train_batch_start")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        module.perform("callback", "on_train_batch_end")
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: Any) -> None:
+        module.perform("callback", "on_before_optimizer_step", optimizer)
+
+    def on_validation_epoch_start(self, trainer: Trainer, module: Any) -> None:
+        if trainer.is_fitting:
+            module.perform("callback", "on_validation_epoch_start")
+
+    def on_validation_epoch_end(self, trainer: Trainer, module: Any) -> None:
+        if trainer.is_fitting:
+            module.perform("callback", "on_validation_epoch_end")
 
 
 def run_job(
@@ -149,7 +222,7 @@ def _run(
     subset = new_fold(program, run)
     interval = program.options.save_every_n_steps
     saving = ModelCheckpoint(folder / "steps", every_n_train_steps=interval or None)
-    trainer = _trainer(program, job, make_strategy, [saving] if interval else [])
+    trainer = _trainer(program, job, make_strategy, [Performing(), saving] if interval else [Performing()])
     path = newest if run.resumes else None
     outcomes = []
     for action in run.actions:
@@ -181,11 +254,12 @@ def _act(
             epoch, step = _position(trainer, path)
             trainer.max_epochs = epoch + action.epochs
             trainer.max_steps = step + action.steps if action.steps else -1
-            module.validations, module.seen = [], []
+            module.validations, module.seen, module.notes, module.draws = [], [], [], []
             train = learning.make_loader(program.train, subset)
             trainer.fit(module, train, evaluation if has_validation else None, ckpt_path=path)
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-            return {"metrics": metrics, "validations": list(module.validations), "seen": module.seen}
+            noted = {"validations": list(module.validations), "notes": list(module.notes)}
+            return {"metrics": metrics, **noted, "seen": module.seen, "draws": module.draws}
         case "predict":
             return {"predictions": trainer.predict(module, evaluation)}
         case name:
@@ -200,9 +274,7 @@ def _position(trainer: Trainer, path: Path | None) -> tuple[int, int]:
     return saved["epoch"], saved["global_step"]
 
 
-def _trainer(
-    program: Program, job: Job, make_strategy: MakeStrategy, callbacks: list[ModelCheckpoint]
-) -> Trainer:
+def _trainer(program: Program, job: Job, make_strategy: MakeStrategy, callbacks: list[Callback]) -> Trainer:
     options = program.options
     strategy = make_strategy(
         gradient_weighting=options.weighting,
@@ -220,7 +292,7 @@ def _trainer(
         uneven_inputs=options.uneven_inputs,
         check_val_every_n_epoch=options.check_val_every_n_epoch,
         callbacks=callbacks,
-        enable_checkpointing=bool(callbacks),
+        enable_checkpointing=len(callbacks) > 1,
         **interval,
     )
 

@@ -79,6 +79,19 @@ class Change:
 
 
 @dataclass(frozen=True)
+class Deed:
+    """What the body of a hook does whenever a fit calls it; see `hook_bodies`.
+
+    Attributes:
+        owner: `"callback"` or `"module"`; `"optimizer"` for `"step"`, which torch calls after a step.
+    """
+
+    owner: str
+    hook: str
+    body: str
+
+
+@dataclass(frozen=True)
 class Action:
     """One call of the Trainer.
 
@@ -129,6 +142,7 @@ class Program:
     """A random training program: jobs, one after another; a checkpoint may go from one to the next.
 
     Attributes:
+        deeds: what the bodies of hooks do, in order.
         is_seeded: whether all ranks build the same module; otherwise rank 0's counts.
         metrics: the metric objects that evaluations log; see `learning.make_metrics`.
         train_metrics: those that training logs.
@@ -142,6 +156,7 @@ class Program:
     options: Options
     jobs: tuple[Job, ...]
     changes: tuple[Change, ...] = ()
+    deeds: tuple[Deed, ...] = ()
     is_seeded: bool = True
     metrics: tuple[str, ...] = ()
     train_metrics: tuple[str, ...] = ()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.programs import learning
+from tests.programs import hook_bodies, learning
 from tests.programs.learning import Net, Samples
 from tests.programs.program import Action, Data, Job, Program, Run
 
@@ -20,20 +20,24 @@ Outcome = dict[str, Any]
 Seen = list[list[tuple[int, list[int]]]]  # of each rank: epoch and sample numbers of each training batch
 
 
-def run_job(program: Program, job: Job, saved: Learner | None, seen: list[Seen]) -> tuple[list[Outcome], Any]:
+def run_job(
+    program: Program, job: Job, saved: Learner | None, seen: list[Seen], draws: list[list[float]]
+) -> tuple[list[Outcome], Any]:
     """Return what each action of a job gives, and the learner that its last run saves.
 
     `saved` is the learner that the job before has saved; `seen`, for each fit of the job, the batches of the
-    ranks, from which the order is taken where torch shuffles.
+    ranks, from which the order is taken where torch shuffles; `draws` the random numbers that rank 0 has
+    drawn in hooks.
     """
     outcomes: list[Outcome] = []
-    seen = list(seen)
+    seen, draws = list(seen), list(draws)
     torch.manual_seed(program.seed)  # rank 0's where every rank has another
     for run in job.runs:
         learner = Learner(program, job.world_size, run, saved if run.resumes else None)
         for action in run.actions:
             with torch.random.fork_rng():
                 if action.name == "fit":
+                    learner.draws = list(draws.pop(0)) if draws else []
                     result = learner.fit(action, seen.pop(0) if seen else [])
                 else:
                     result = learner.evaluate(action)
@@ -60,6 +64,8 @@ class Learner:
         self.is_validated = self.is_epoch_done = False
         self.is_snapshot = False
         self.logged = Logged(program.train_metrics)
+        self.notes: list[float] = []
+        self.draws: list[float] = []
         self.saved = saved
         self.snapshot: Learner | None = None  # what the last checkpoint within a fit holds
 
@@ -75,7 +81,8 @@ class Learner:
     def fit(self, action: Action, seen: Seen) -> Outcome:
         """Train up to the action's limits."""
         self._begin_fit()
-        fit: Outcome = {"metrics": {}, "validations": []}
+        self.notes = []
+        fit: Outcome = {"metrics": {}, "validations": [], "notes": self.notes}
         epochs, steps = self.epoch + action.epochs, self.step + action.steps if action.steps else -1
         while self.epoch < epochs and self.step != steps:
             self._run_epoch(steps, self._stream(seen), fit)
@@ -103,6 +110,8 @@ class Learner:
 
     def _run_epoch(self, steps: int, stream: list[int] | None, fit: Outcome) -> None:
         first = self.batches_done
+        if not first:
+            self._perform("on_train_epoch_start")
         batches: list[list[Samples]] = [[]] if self.is_epoch_done else self._batches(stream)
         self.logged = logged = (
             self.logged if first else Logged(self.program.train_metrics)
@@ -114,7 +123,9 @@ class Learner:
         if first and not self.is_validated:
             self._validate_if_due(first - 1, first == total, fit)
         for number in range(first, total):
+            self._perform("on_train_batch_start", owners=("callback",))
             self._change(number)
+            self._perform("on_train_batch_start", owners=("module",))
             if not window:
                 self._optimizer(number).zero_grad()
                 logged.last = {}
@@ -130,6 +141,7 @@ class Learner:
         fit["metrics"].update(logged.values())
         if self.program.learning.schedule == "plateau":
             self.scheduler.step(fit["metrics"]["val"])
+        self._perform("on_train_epoch_end")
         self.epoch += 1
         self.batches_done = self.items_done = 0
         self.is_epoch_done = False
@@ -147,6 +159,7 @@ class Learner:
             self._step(window, self._optimizer(number))
         if is_last:
             self._schedule("epoch")
+        self._perform("on_train_batch_end")
         if is_window_end:
             fit["metrics"].update(logged.last_values())
             self._save_if_due()
@@ -181,6 +194,25 @@ class Learner:
                 continue
             learning.apply_change(self.net, self.optimizers[0], change)
 
+    def _perform(
+        self,
+        hook: str,
+        optimizer: torch.optim.Optimizer | None = None,
+        owners: Sequence[str] = ("callback", "module"),
+    ) -> None:
+        """Do what the bodies of a hook do: callbacks come first."""
+        optimizers = self.optimizers if optimizer is None else [optimizer]
+        for owner in owners:
+            for deed in self.program.deeds:
+                if (deed.owner, deed.hook) == (owner, hook):
+                    note = hook_bodies.perform(
+                        deed, self.net, optimizers, add_up=self._sum_of_ranks, draw=lambda: self.draws.pop(0)
+                    )
+                    self.notes.append(note)
+
+    def _sum_of_ranks(self) -> float:
+        return self.world_size * (self.world_size + 1) / 2
+
     def _backward(self, batches: list[list[Samples]], logged: Logged) -> list[Samples]:
         """Add the gradients of the ranks' batches, each times its weight; return those that are there.
 
@@ -207,11 +239,16 @@ class Learner:
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad /= total
+        if not self.program.learning.is_manual:  # there the step clips before it calls the optimizer
+            self._perform("on_before_optimizer_step", optimizer)
         if options.clip and options.clip_algorithm == "norm":
             nn.utils.clip_grad_norm_(parameters, options.clip)
         elif options.clip:
             nn.utils.clip_grad_value_(parameters, options.clip)
+        if self.program.learning.is_manual:
+            self._perform("on_before_optimizer_step", optimizer)
         optimizer.step()
+        self._perform("step", optimizer, owners=("optimizer",))
         self.step += 1
         self._schedule("step")
 
@@ -225,7 +262,9 @@ class Learner:
         first = number - number % options.accumulate
         is_due = is_last if not interval else (number + 1) // interval > first // interval
         if self.run.has_validation and is_due and (self.epoch + 1) % options.check_val_every_n_epoch == 0:
+            self._perform("on_validation_epoch_start")
             found = self._measure("val", self.program.evaluation)
+            self._perform("on_validation_epoch_end")
             fit["metrics"].update(found)
             fit["validations"].append(found["val"])
             self.is_validated = True
