@@ -102,7 +102,13 @@ INTERNALS = (
     Internal("torch._utils", "_rebuild_tensor_v3", JOB),
     Internal("torch:UntypedStorage", "_cdata", JOB),
     Internal("torch:TypedStorage", "_untyped_storage", JOB),
-    # ------------------------------------------------------------------ precision, elastic jobs
+    # ------------------------------------------------------------------ optimizers, precision, elastic jobs
+    Internal(
+        "torch.optim:Optimizer",
+        "_optimizer_step_pre_hooks _optimizer_step_post_hooks",
+        "random numbers in hooks of optimizers",
+        "each rank draws its own",
+    ),
     Internal("torch.amp:GradScaler", "_found_inf_per_device _per_optimizer_states", LOSS_SCALING),
     Internal(
         "torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_RendezvousState _NodeDesc", ELASTIC

@@ -18,7 +18,7 @@ from torch.utils.data._utils import signal_handling
 import rankwise
 from rankwise import seed_everything
 from rankwise.errors import InvalidArgumentError, InvalidTypeError
-from rankwise.seed import isolated_random_state
+from rankwise.seed import RandomStreams, get_random_state, isolated_random_state
 
 
 def draws() -> tuple[float, float, float]:
@@ -141,3 +141,69 @@ def test_no_collection_while_a_generator_is_locked(monkeypatch: pytest.MonkeyPat
         pass
     assert (default.collecting, own.collecting) == ([False], [False])
     assert gc.isenabled()
+
+
+def test_streams_that_are_not_parted() -> None:
+    """Blocks have no effect before ranks have streams of their own."""
+    with isolated_random_state(3):
+        expected = [draws() for _ in range(3)]
+    streams = RandomStreams()
+    with isolated_random_state(3):
+        found = [draws()]
+        with streams.shared("hook"):
+            found.append(draws())
+            with streams.own():
+                found.append(draws())
+    assert found == expected
+
+
+def test_streams_within_each_other() -> None:
+    """Own numbers go on where they were; within a block of one name, another draws from the outer one's."""
+    streams, found = RandomStreams(), []
+    streams.part(5, torch.device("cpu"), lambda: (0, 1))
+    with isolated_random_state(3):
+        expected = [draws() for _ in range(3)]
+    with isolated_random_state(3):
+        found.append(draws())
+        with streams.shared("outer"):
+            outer = [draws()]
+            with streams.shared("inner"):
+                outer.append(draws())
+            with streams.own():
+                found.append(draws())
+                with streams.shared("inner"):
+                    inner = draws()
+            outer.append(draws())
+        found.append(draws())
+    assert found == expected
+    assert len({inner, *outer, *found}) == 7
+
+
+def test_streams_depend_on_the_position() -> None:
+    """Blocks of another name, number or position draw other numbers; the same on every rank."""
+    names = [((0, 1), "a"), ((0, 1), "b"), ((0, 1), "a"), ((0, 2), "a")]
+    by_rank = []
+    for rank in range(2):
+        streams, found = RandomStreams(), []
+        positions = iter([position for position, _ in names])
+        streams.part(5, torch.device("cpu"), positions.__next__)
+        with isolated_random_state(rank):
+            for _, name in names:
+                with streams.shared(name):
+                    found.append(draws())
+        by_rank.append(found)
+    assert by_rank[0] == by_rank[1]
+    assert len(set(by_rank[0])) == len(names)
+
+
+def test_the_own_state_within_a_block() -> None:
+    """A checkpoint that is saved in a hook has the state of the rank's own stream."""
+    streams = RandomStreams()
+    streams.part(5, torch.device("cpu"), tuple)
+    with isolated_random_state(3):
+        before = get_random_state(torch.device("cpu"))
+        with streams.shared("hook"):
+            draws()
+            saved = streams.own_state(torch.device("cpu"))
+    assert saved["torch"].equal(before.pop("torch"))
+    assert {name: saved[name] for name in before} == before

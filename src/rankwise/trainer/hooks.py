@@ -15,11 +15,12 @@ from torch import Tensor
 from rankwise.callbacks import Callback, MonitoringCallback
 from rankwise.errors import ConfigurationError
 from rankwise.trainer.data import DataModule
-from rankwise.trainer.data.data_hooks import is_own
+from rankwise.trainer.data.data_hooks import TRANSFER_HOOKS, is_own
 from rankwise.trainer.module import TrainingModule, is_defined
 from rankwise.trainer.module_loading import load_data_module_state
 
 if TYPE_CHECKING:
+    from rankwise.seed import RandomStreams
     from rankwise.trainer import Trainer
 
 _log = logging.getLogger(__name__)
@@ -406,6 +407,16 @@ class _Calls:
 
 
 _BY_NAME = {hook.name: hook for hook in HOOKS}
+# Forward, backward and data, in which each rank draws random numbers of its own:
+_OF_EACH_RANK = frozenset(
+    {"backward", *TRANSFER_HOOKS, *(name for name in _BY_NAME if name.endswith("_step"))}
+    - {"optimizer_step", "lr_scheduler_step", "on_before_optimizer_step"}
+)
+
+
+def _is_of_this_package(method: Callable[..., Any]) -> bool:
+    """Return whether rankwise defines a callback's method; those of batches draw no random numbers."""
+    return getattr(method, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
 
 
 @final
@@ -414,11 +425,12 @@ class Hooks:
     """Call the hooks of a trainer's data module and callbacks, and of the module of a stage.
 
     Which of them define a hook is decided at its first call, and again when the list of callbacks changes; a
-    hook that nobody defines costs a look-up.
+    hook that nobody defines costs a look-up. In hooks all ranks draw the same random numbers.
     """
 
     trainer: Trainer
     module: TrainingModule
+    random: RandomStreams
     _calls: dict[str, _Calls] = field(default_factory=dict)
     _callbacks: list[Callback] = field(default_factory=list)  # those that `_calls` was made for
 
@@ -471,14 +483,15 @@ class Hooks:
         name, callbacks = hook.name, self._callbacks if "callback" in hook.owners else []
         profiled = self.trainer.profiler.profiled
         methods = [
-            (each, profiled(f"[Callback]{each.state_key}.{name}", _adapted(method, hook, 2)))
+            (each, self._drawing(profiled(f"{key}.{name}", _adapted(method, hook, 2)), method, key, name))
             for each in callbacks
-            if (method := own_method(each, name)) is not None
+            if (method := own_method(each, name)) is not None and (key := f"[Callback]{each.state_key}")
         ]
         has_own = "module" in hook.owners and is_defined(self.module, name)
         own = _adapted(getattr(self.module, name), hook, 0) if has_own else None
         if callable(own):
-            own = profiled(f"[Module]{type(self.module).__name__}.{name}", own)
+            key = f"[Module]{type(self.module).__name__}"
+            own = self._drawing(profiled(f"{key}.{name}", own), own, key, name)
         datamodule = self.trainer.datamodule if "datamodule" in hook.owners else None
         return _Calls(
             None
@@ -489,14 +502,30 @@ class Hooks:
             tuple(method for each, method in methods if isinstance(each, MonitoringCallback)),
         )
 
+    def _drawing(
+        self, call: Callable[..., Any], method: Callable[..., Any], key: str, name: str
+    ) -> Callable[..., Any]:
+        """Return `call`, the method of a hook, so that all ranks draw the same random numbers in it."""
+        is_alone = self.trainer.world_size == 1
+        if is_alone or name in _OF_EACH_RANK or ("_batch_" in name and _is_of_this_package(method)):
+            return call
+        streams, label = self.random, f"{key}.{name}"
+
+        def draw_the_same(*args: Any) -> Any:
+            with streams.shared(label):
+                return call(*args)
+
+        return draw_the_same
+
     def call_saving_hooks(self, checkpoint: dict[str, Any], *, weights_only: bool) -> None:
         """Call `on_save_checkpoint` of all callbacks in their order, then of the module.
 
         With `weights_only` call the module's alone, as Lightning does.
         """
-        for callback in () if weights_only else self.trainer.callbacks:
-            callback.on_save_checkpoint(self.trainer, self.module, checkpoint)
-        self.module.on_save_checkpoint(checkpoint)
+        with self.random.shared("on_save_checkpoint"):
+            for callback in () if weights_only else self.trainer.callbacks:
+                callback.on_save_checkpoint(self.trainer, self.module, checkpoint)
+            self.module.on_save_checkpoint(checkpoint)
 
     def call_loading_hooks(self, checkpoint: dict[str, Any], path: str) -> None:
         """Call `on_load_checkpoint` of the module, load the data module's state, then call the callbacks'."""

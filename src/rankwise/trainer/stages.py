@@ -56,9 +56,10 @@ from rankwise.trainer.loops.fit import FitLoop, end_epoch
 from rankwise.trainer.loops.sanity_check import run_sanity_check
 from rankwise.trainer.module import TrainingModule, is_defined
 from rankwise.trainer.state import TrainerStatus
-from rankwise.trainer.state_transfer import RankState, seed_rank
+from rankwise.trainer.state_transfer import RankState, part_streams
 
 if TYPE_CHECKING:
+    from rankwise.strategies import Strategy
     from rankwise.trainer.arguments import TrainerOptions
     from rankwise.trainer.state import LoopContext, StageName
 
@@ -257,9 +258,7 @@ class Stage:
         context.stage.datamodule = self.datamodule
         owners: list[DataHooks] = [each for each in (context.datamodule, module) if each is not None]
         for owner in owners:
-            if prepares_data(owner, strategy.local_rank, strategy.node_rank):
-                owner.prepare_data()
-            strategy.barrier("prepare_data")
+            _prepare_data(strategy, owner)
         context.hooks.call("setup", self.name)
         context.hooks.call("configure_model")
         if self.checkpoint is not None:
@@ -272,8 +271,7 @@ class Stage:
             check_ranks_agree(strategy, fingerprint_of(module))
             share_model(strategy, module)
         shards = self._shards(context, self.name, self._given(context, self.name))
-        if strategy.world_size > 1:
-            seed_rank(strategy, self.stream, 0)
+        part_streams(context, self.stream)
         loop = EvaluationLoop(context, shards, self.name)
         if self.name != "predict":
             return loop.run()
@@ -458,6 +456,17 @@ class Stage:
         context.stage.shards[phase] = shards
         context.stage.loaders[phase] = restored_loaders(given, shards)
         return shards
+
+
+def _prepare_data(strategy: Strategy, owner: DataHooks) -> None:
+    """Call `prepare_data` where it is due; all ranks go on with the random state that rank 0 has after it."""
+    if prepares_data(owner, strategy.local_rank, strategy.node_rank):
+        owner.prepare_data()
+    strategy.barrier("prepare_data")
+    base = DataModule if isinstance(owner, DataModule) else TrainingModule
+    if strategy.world_size > 1 and is_own(owner, base, "prepare_data"):
+        device = strategy.root_device
+        set_random_state(strategy.broadcast(get_random_state(device)), device)
 
 
 def _unwrap(context: LoopContext) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, final
 
+from rankwise.seed import RandomStreams
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -253,6 +255,7 @@ class StageState:
     load_train_data: Callable[[], object] | None = None  # until `fit` has set `num_batches`
     before_validation: dict[str, Any] | None = None  # this rank's part of a checkpoint saved in a validation
     manual_optimization: Any = None
+    random: RandomStreams = field(default_factory=RandomStreams)  # in which hooks draw the same on all ranks
     datamodule: DataModule | None = None  # that this stage was given; the Trainer's may be an earlier one
     loaders: dict[str, Any] = field(default_factory=dict)  # of each phase, split; also after the stage
     loaded_epochs: dict[str, int] = field(default_factory=dict)  # when the loaders of a phase were made

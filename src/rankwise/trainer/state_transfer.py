@@ -28,7 +28,7 @@ from rankwise.processes.module_state import (
     warn_of_lost_attributes,
 )
 from rankwise.processes.shared_memory import Parts, Unreadable, send_by_name
-from rankwise.seed import get_random_state, mixed_seed, seed_process, set_random_state
+from rankwise.seed import mixed_seed, seed_process, set_random_state
 from rankwise.trainer.metrics.metric_objects import (
     merged,
     metric_objects,
@@ -40,7 +40,7 @@ from rankwise.trainer.metrics.results import Results
 
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
-    from rankwise.trainer.state import LoopContext, TrainerState
+    from rankwise.trainer.state import LoopContext, Progress, TrainerState
 
 _METRICS = {  # keys in checkpoints, and attributes of `PublishedMetrics`
     "callback_metrics": "callback",
@@ -255,7 +255,7 @@ def changing_state(context: LoopContext) -> dict[str, Any]:
     results = context.stage.epoch_results
     computed = {} if results is None else results.object_states
     return {
-        "random": get_random_state(context.strategy.root_device),
+        "random": context.stage.random.own_state(context.strategy.root_device),
         "metric_objects": {**saved_states(context.module), **computed},
     }
 
@@ -263,6 +263,23 @@ def changing_state(context: LoopContext) -> dict[str, Any]:
 def seed_rank(strategy: Strategy, seed: int, global_step: int) -> None:
     """Seed this rank's random generators with a number that depends on the seed, the step and the rank."""
     seed_process(mixed_seed(seed, global_step, strategy.global_rank), strategy.root_device)
+
+
+def part_streams(context: LoopContext, seed: int) -> None:
+    """Begin a random stream of this rank for forward, backward and data, unless it is alone.
+
+    In hooks and optimizers all ranks go on to draw the same.
+    """
+    strategy, progress = context.strategy, context.state.progress
+    if strategy.world_size == 1:
+        return
+    seed_rank(strategy, seed, progress.global_step)
+    position = partial(_position, progress)
+    context.stage.random.part(seed, strategy.root_device, position)
+
+
+def _position(progress: Progress) -> tuple[int, int]:
+    return progress.current_epoch, progress.total_batches
 
 
 @final

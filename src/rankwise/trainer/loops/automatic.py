@@ -19,6 +19,7 @@ from rankwise.trainer.data.data_hooks import is_own
 from rankwise.trainer.hooks import num_step_arguments
 from rankwise.trainer.loops.closures import takes_closures
 from rankwise.trainer.loops.nonfinite import NonFiniteGuard
+from rankwise.trainer.loops.optimizers import optimizer_step_of
 from rankwise.trainer.loops.uneven_inputs import PaddingGradients
 from rankwise.trainer.loops.weighting import BatchWeighting, zero_gradients
 from rankwise.trainer.module import TrainerOptimizer
@@ -50,9 +51,13 @@ class AutomaticOptimization:
         self._guard = NonFiniteGuard(context)
         self._is_window_start = True
         self._has_gradients = False
+        self._random = context.stage.random
+        self._optimizer_step = optimizer_step_of(context.strategy, context.stage.random)
         hooks = self._hooks = context.hooks
         self._takes_closures = takes_closures(context)
-        self._steps_with_closure = self._takes_closures or hooks.own("optimizer_step") is not None
+        own_step = hooks.own("optimizer_step")
+        self._step_hook = own_step or context.module.optimizer_step
+        self._steps_with_closure = self._takes_closures or own_step is not None
         self._zero_grad = hooks.own("optimizer_zero_grad")
         self._clip = hooks.own("configure_gradient_clipping")
         own_backward = hooks.own("backward")
@@ -127,7 +132,7 @@ class AutomaticOptimization:
 
         @torch.enable_grad()
         def closure() -> Tensor | None:
-            with results.muted() if seen and results else nullcontext():
+            with results.muted() if seen and results else nullcontext(), self._random.own():
                 seen.append(compute())
             self._padding.end_window()
             loss = self._loss_of(seen[-1], batch_idx)
@@ -135,7 +140,7 @@ class AutomaticOptimization:
 
         self.has_stepped = True
         epoch = context.state.progress.current_epoch
-        self._module.optimizer_step(epoch, batch_idx, TrainerOptimizer(self, optimizer), closure)
+        self._step_hook(epoch, batch_idx, TrainerOptimizer(self, optimizer), closure)
         if not seen:
             name = f"{type(self._module).__name__}.optimizer_step"
             raise ConfigurationError(
@@ -149,9 +154,8 @@ class AutomaticOptimization:
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Step the optimizer once, in `optimizer_step` of the module; return the closure's loss."""
         if closure is not None and self._takes_closures:
-            return self._strategy.optimizer_step(
-                optimizer, partial(self._agreed_loss, optimizer, closure), **options
-            )
+            agreed = partial(self._agreed_loss, optimizer, closure)
+            return self._optimizer_step(optimizer, agreed, **options)
         loss = None if closure is None else closure()
         if self._has_gradients:
             self._step_optimizer(optimizer, **options)
@@ -225,7 +229,7 @@ class AutomaticOptimization:
         strategy.precision.unscale_gradients(optimizer)
         self._hooks.call("on_before_optimizer_step", optimizer)
         self._clip_gradients(optimizer)
-        strategy.optimizer_step(optimizer, **options)
+        self._optimizer_step(optimizer, **options)
         self.has_stepped = not strategy.precision.has_skipped_step
 
     def _clip_gradients(self, optimizer: Optimizer) -> None:

@@ -25,10 +25,11 @@ from rankwise.trainer.loops.automatic import AutomaticOptimization
 from rankwise.trainer.loops.batch_transfer import BatchTransfer
 from rankwise.trainer.loops.bucket_order import record_gradient_order
 from rankwise.trainer.loops.manual import ManualOptimization
+from rankwise.trainer.loops.optimizers import shared_numbers
 from rankwise.trainer.loops.stopping import EvaluationStopped, Stopping
 from rankwise.trainer.loops.uneven_inputs import BatchSchedule, no_batch_error
 from rankwise.trainer.metrics.results import Results
-from rankwise.trainer.state_transfer import RankState, changing_state, gather_rank_states, seed_rank
+from rankwise.trainer.state_transfer import RankState, changing_state, gather_rank_states, part_streams
 
 if TYPE_CHECKING:
     from rankwise.trainer.data.train_data import TrainData
@@ -91,8 +92,7 @@ class FitLoop:
             self._hooks.call("on_train_start")
             context.warn_if_done()
             record_gradient_order(context)
-            if self._strategy.world_size > 1:
-                seed_rank(self._strategy, context.state.seed, progress.global_step)
+            part_streams(context, context.state.seed)
             while (progress.is_epoch_open or self._stopping.may_continue()) and self._agree_on_num_batches():
                 self._run_epoch()
             self._stopping.finish()
@@ -398,11 +398,13 @@ def _step_schedulers(context: LoopContext, interval: str, *, needs_metric: bool)
     for config in context.schedulers:
         if config.interval != interval or count % config.frequency or config.needs_metric != needs_metric:
             continue
-        if not needs_metric:
-            context.module.lr_scheduler_step(config.scheduler, None)
-        elif (metric := _agreed_metric(context, config)) is not None:
-            tensor = torch.tensor(metric, dtype=torch.double)  # as in Lightning
-            context.module.lr_scheduler_step(config.scheduler, tensor)
+        metric = _agreed_metric(context, config) if needs_metric else None
+        if needs_metric and metric is None:
+            continue
+        value = None if metric is None else torch.tensor(metric, dtype=torch.double)  # as in Lightning
+        step = context.hooks.own("lr_scheduler_step") or context.module.lr_scheduler_step
+        with shared_numbers(context.stage.random, config.scheduler, "lr_scheduler_step"):
+            step(config.scheduler, value)
 
 
 def _agreed_metric(context: LoopContext, config: SchedulerConfig) -> float | None:

@@ -17,6 +17,7 @@ from rankwise.process_group.after_failure import is_after_failure
 from rankwise.strategies.agreement import mean_loss
 from rankwise.trainer.hooks import num_step_arguments
 from rankwise.trainer.loops.nonfinite import NonFiniteGuard
+from rankwise.trainer.loops.optimizers import optimizer_step_of
 from rankwise.trainer.loops.uneven_inputs import discard_new_gradients
 from rankwise.trainer.loops.weighting import BatchWeighting, zero_gradients
 from rankwise.trainer.module import ManualOptimizer
@@ -84,6 +85,7 @@ class ManualOptimization:
         self._strategy = context.strategy
         self._module = context.module
         self._hooks = context.hooks
+        self._optimizer_step = optimizer_step_of(context.strategy, context.stage.random)
         own_backward = context.hooks.own("backward")
         self._backward_options = {} if own_backward is None else {"run": own_backward}
         self._step_arguments = num_step_arguments(context.module, "training_step")
@@ -221,7 +223,7 @@ class ManualOptimization:
                 self._strategy.precision.unscale_gradients(optimizer)
                 self._hooks.call("on_before_optimizer_step", optimizer)
                 agreed = None if closure is None else partial(self._agreed_loss, closure)
-                result = self._strategy.optimizer_step(optimizer, agreed, **options)
+                result = self._optimizer_step(optimizer, agreed, **options)
         key = id(optimizer)
         (self._spent.add if key in self._cleared else self._spent.discard)(key)
         self._cleared.discard(key)
@@ -230,7 +232,8 @@ class ManualOptimization:
 
     def _agreed_loss(self, closure: Callable[[], Any]) -> Any:
         """Call a closure; return the mean of the ranks' losses, by which all optimizers decide the same."""
-        loss = closure()
+        with self._context.stage.random.own():
+            loss = closure()
         is_loss = isinstance(loss, (Tensor, float, int))
         return mean_loss(self._strategy, loss, self._loss_weight) if is_loss else loss
 

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    LambdaLR,
+    LRScheduler,
+    MultiplicativeLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, UnknownArgumentError
 from rankwise.gradient_sync.parameters import parameters_of
@@ -20,11 +28,14 @@ from rankwise.trainer.module import is_defined
 
 if TYPE_CHECKING:
     from rankwise.precision import Precision
+    from rankwise.seed import RandomStreams
     from rankwise.strategies import Strategy
     from rankwise.trainer.module import TrainingModule
 
 _GROUPS = "parameter_names"  # beside the keys of torch's state dictionary
 _METHOD = "configure_optimizers()"
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_WITH_FUNCTIONS = (ChainedScheduler, LambdaLR, MultiplicativeLR, SequentialLR)  # of the user's
 _KEYS = ("optimizer", "lr_scheduler", "monitor")
 _SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "name", "strict", "reduce_on_plateau")
 _REMEDIES = {"frequency": "leave it out: automatic optimisation has one optimizer, which steps each time."}
@@ -62,6 +73,27 @@ class SchedulerConfig:
     def needs_metric(self) -> bool:
         """Whether its `step` takes the monitored metric."""
         return self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
+
+
+def optimizer_step_of(strategy: Strategy, random: RandomStreams) -> Callable[..., Any]:
+    """Return the strategy's `optimizer_step`, in which all ranks draw the same random numbers."""
+    if strategy.world_size == 1:
+        return strategy.optimizer_step
+
+    def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        with shared_numbers(random, optimizer, "optimizer_step"):
+            return strategy.optimizer_step(optimizer, closure, **options)
+
+    return step
+
+
+def shared_numbers(random: RandomStreams, stepped: object, name: str) -> AbstractContextManager[None]:
+    """Return the block of a step of an optimizer or scheduler; torch's own draw no random numbers."""
+    is_torch_own = type(stepped).__module__.startswith("torch.optim.")
+    calls_functions = isinstance(stepped, _WITH_FUNCTIONS) or any(
+        getattr(stepped, hooks, None) for hooks in _STEP_HOOKS
+    )
+    return nullcontext() if is_torch_own and not calls_functions else random.shared(name)
 
 
 def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerConfig]]:

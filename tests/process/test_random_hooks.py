@@ -1,0 +1,336 @@
+"""Outside of forward, backward and data all ranks draw the same random numbers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.utils.data import DataLoader, TensorDataset
+
+from rankwise import Trainer, TrainingModule, seed_everything
+from rankwise.callbacks import Callback, ModelCheckpoint
+from tests.helpers.shared import computed_once
+from tests.process.helpers import ddp
+from tests.process.training_tasks import quiet_trainer
+
+STEP_HOOKS = (
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_train_epoch_end",
+    "on_validation_start",
+    "on_validation_epoch_end",
+    "on_save_checkpoint",
+)
+
+
+def draws() -> list[float]:
+    """Draw one number from each generator."""
+    return [float(torch.rand(())), random.random(), float(np.random.rand())]
+
+
+class NoisySGD(torch.optim.SGD):
+    """Adds noise after each step; notes what it has drawn."""
+
+    def __init__(self, *arguments: Any, noted: list[Any], **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.noted = noted
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.noted.append(("step", draws()))
+        return loss
+
+
+class Drawing(TrainingModule):
+    """Draws random numbers in every hook, and in the steps; both are noted apart."""
+
+    def __init__(self, is_manual: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.automatic_optimization = not is_manual
+        self.shared: list[tuple[str, list[float]]] = []
+        self.own: list[list[float]] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.own.append(draws())
+        loss: Tensor = self.layer(batch[0]).mean()
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.own.append(draws())
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.own.append(draws())
+
+    def on_validation_batch_end(
+        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        draws()  # on ranks with different numbers of batches
+
+    def configure_optimizers(self) -> Any:
+        return NoisySGD(self.parameters(), lr=0.1, noted=self.shared)
+
+
+class DrawingInMore(Drawing):
+    """Draws in the hooks of automatic optimisation too."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        self.shared.append(("optimizer_zero_grad", draws()))
+        optimizer.zero_grad()
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        self.shared.append(("optimizer_step", draws()))
+        optimizer.step(optimizer_closure)
+
+    def configure_gradient_clipping(self, *arguments: Any) -> None:
+        self.shared.append(("configure_gradient_clipping", draws()))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.rate)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def rate(self, step: int) -> float:
+        self.shared.append(("rate", draws()))
+        return 1.0
+
+
+for name in STEP_HOOKS:
+
+    def _hook(self: Drawing, *arguments: Any, name: str = name) -> None:
+        self.shared.append((name, draws()))
+
+    setattr(Drawing, name, _hook)
+
+
+class DrawingCallback(Callback):
+    """Draws on rank 0 alone in one hook, and on each in the next."""
+
+    def __init__(self) -> None:
+        self.drawn: list[list[float]] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 0:
+            draws()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.drawn.append(draws())
+
+
+class Gathering(Callback):
+    """Gathers what each rank has drawn."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        own = {"shared": module.shared, "own": module.own, "callback": trainer.callbacks[1].drawn}
+        own["weights"] = module.layer.weight.tolist()
+        self.found = trainer.strategy.all_gather_object(own)
+
+
+def data() -> tuple[DataLoader[Any], DataLoader[Any]]:
+    """Return loaders of training, and of validation with another number of batches on each rank."""
+    numbers = TensorDataset(torch.arange(12.0)[:, None])
+    return DataLoader(numbers, 2), DataLoader(TensorDataset(torch.arange(3.0)[:, None]), 1)
+
+
+def trained(module: Drawing, world_size: int = 2, path: Any = None, **options: Any) -> list[Any]:
+    """Train two epochs; return what each rank has drawn."""
+    seed_everything(1)
+    gathering = Gathering()
+    options["callbacks"] = [gathering, DrawingCallback(), *options.pop("callbacks", [])]
+    strategy = "single_device" if world_size == 1 else ddp("fork", devices=world_size)
+    trainer: Trainer = quiet_trainer(strategy, world_size, max_epochs=2, num_sanity_val_steps=0, **options)
+    trainer.fit(module, *data(), ckpt_path=path)
+    return gathering.found
+
+
+KINDS: dict[str, Callable[[], Drawing]] = {
+    "automatic": Drawing,
+    "more hooks": DrawingInMore,
+    "manual": lambda: Drawing(is_manual=True),
+}
+
+
+@pytest.fixture(params=list(KINDS))
+@computed_once
+def drawn(request: Any) -> list[Any]:
+    """What two ranks have drawn."""
+    return trained(KINDS[request.param]())
+
+
+@pytest.mark.quick
+def test_hooks_and_optimizers_draw_the_same_on_all_ranks(drawn: list[Any]) -> None:
+    """Also after one rank has drawn more, and ranks have validated different numbers of batches."""
+    first, second = drawn
+    assert first["shared"] == second["shared"]
+    assert first["callback"] == second["callback"]
+    assert first["weights"] == second["weights"]
+    assert len(first["shared"]) > 40
+
+
+@pytest.mark.quick
+def test_steps_draw_each_ranks_own(drawn: list[Any]) -> None:
+    """Training and validation steps of no two ranks draw the same numbers."""
+    first, second = drawn
+    assert not [numbers for numbers in first["own"] if numbers in second["own"]]
+
+
+@pytest.mark.quick
+def test_no_number_is_drawn_twice(drawn: list[Any]) -> None:
+    """Each call of a hook and each step draws new numbers."""
+    numbers = [tuple(each) for _, each in drawn[0]["shared"]] + [tuple(each) for each in drawn[0]["own"]]
+    assert len(set(numbers)) == len(numbers)
+
+
+@pytest.mark.parametrize("kind", [Drawing, DrawingInMore])
+def test_a_run_that_resumes_draws_the_same(kind: type[Drawing], tmp_path: Path) -> None:
+    """A run that resumes within an epoch draws what the whole run draws, in hooks and in steps."""
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    whole = trained(kind(), callbacks=[saving], enable_checkpointing=True)
+    rest = trained(kind(), path=tmp_path / "step=2.ckpt")
+    for before, after in zip(whole, rest, strict=True):
+        assert after["weights"] == before["weights"]
+        assert after["own"] == before["own"][-len(after["own"]) :]
+        assert len(after["own"]) > 4
+        shared = [each for each in before["shared"] if each[0] != "on_save_checkpoint"]
+        assert after["shared"][-20:] == shared[-20:]
+
+
+class OwnNumbers(TrainingModule):
+    """Draws in hooks and in steps, of one process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.drawn: list[float] = []
+
+    def on_train_start(self) -> None:
+        torch.manual_seed(7)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.drawn.append(float(torch.rand(())))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.drawn.append(float(torch.rand(())))
+        loss: Tensor = self.layer(batch[0]).mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.quick
+def test_one_process_has_one_stream() -> None:
+    """In one process hooks and steps draw from the program's generators, in order."""
+    module = OwnNumbers()
+    quiet_trainer("single_device", 1, max_steps=3).fit(module, data()[0])
+    generator = torch.Generator().manual_seed(7)
+    assert module.drawn == [float(torch.rand((), generator=generator)) for _ in range(6)]
+
+
+class ChangingWeights(TrainingModule):
+    """Changes its weights by random numbers: `kind` says where."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.net = nn.Linear(3, 3)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = (self.net(batch[0].expand(-1, 3)) - 1).pow(2).mean()
+        return loss
+
+    def on_train_epoch_start(self) -> None:
+        if self.kind == "reset" and self.current_epoch == 1:
+            self.net.reset_parameters()
+        if self.kind == "pruning" and self.current_epoch == 0:
+            prune.random_unstructured(self.net, "weight", 0.5)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters() if self.kind == "gradient noise" else ():
+            if parameter.grad is not None:
+                parameter.grad.add_(torch.randn_like(parameter))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        if self.kind == "optimizer hook":
+            optimizer.register_step_post_hook(add_noise)
+        return optimizer
+
+
+@torch.no_grad()
+def add_noise(optimizer: Any, *arguments: Any) -> None:
+    """Add noise to all parameters of an optimizer."""
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.add_(torch.randn_like(parameter))
+
+
+class Weights(Callback):
+    """Gathers each rank's weights."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.found = trainer.strategy.all_gather_object(module.net.weight.tolist())
+
+
+@pytest.mark.parametrize("kind", ["reset", "pruning", "gradient noise", "optimizer hook"])
+def test_weights_stay_the_same_on_all_ranks(kind: str) -> None:
+    """Weights that hooks change by random numbers are the same on three ranks."""
+    weights = Weights()
+    trainer = quiet_trainer(ddp("fork", devices=3), 3, max_epochs=2, callbacks=[weights])
+    trainer.fit(ChangingWeights(kind), DataLoader(TensorDataset(torch.rand(12, 1)), 2))
+    assert weights.found[0] == weights.found[1] == weights.found[2]
+
+
+class Preparing(ChangingWeights):
+    """Draws where only one process does, and then on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self.drawn = 0.0
+
+    def prepare_data(self) -> None:
+        draws()
+
+    def setup(self, stage: str) -> None:
+        self.drawn = float(torch.rand(()))
+
+    def on_train_end(self) -> None:
+        assert self.trainer is not None
+        assert len(set(self.trainer.strategy.all_gather_object(self.drawn))) == 1
+
+
+def test_what_is_drawn_to_prepare_data() -> None:
+    """What `prepare_data` draws in one process changes the numbers of all ranks, as in one process."""
+    found = []
+    for world_size in (1, 2):
+        torch.manual_seed(5)
+        module = Preparing()
+        strategy: Any = "single_device" if world_size == 1 else ddp("fork")
+        quiet_trainer(strategy, world_size, max_epochs=1).fit(
+            module, DataLoader(TensorDataset(torch.rand(8, 1)), 2)
+        )
+        found.append(module.drawn)
+    assert found[0] == found[1]
