@@ -137,6 +137,7 @@ class Learner:
                 window = []
                 if not is_last and self.step == steps:
                     fit["metrics"].update(logged.values())
+                    self._perform("on_train_epoch_end")
                     return
         fit["metrics"].update(logged.values())
         if self.program.learning.schedule == "plateau":
