@@ -24,6 +24,7 @@ QUESTIONS = {
     "memory": ("memory", "the memory of a job of two ranks"),
     "collectives": ("collectives", "gathering tensors of different shapes"),
     "gradient_sync": ("gradient_sync", "averaging gradients"),
+    "rank_comparison": ("rank_comparison", "comparing the ranks, beside an epoch of training"),
     "state_return": ("state_return", "bringing the trained model back to the caller"),
     "faults": ("faults.question", "how long a failed job takes to end"),
     "scale": ("scale", "what grows with the number of ranks, simulated in one process"),

@@ -714,16 +714,22 @@ class StopAgreementError(RankwiseError, TimeoutError):
 
 
 UNOWNED = ", which is in no optimizer of the trainer"
+OF_GROUP = " of parameter group "
 
 
 class RankMismatchError(RankwiseError, RuntimeError):
-    """The ranks differ; `differences` maps each property to its values, and each value to global ranks."""
+    """The ranks differ; `differences` maps each property to its values, and each value to global ranks.
+
+    `when` says where they were compared; it is empty before training.
+    """
 
     differences: Mapping[str, Mapping[str, tuple[int, ...]]]
+    when: str = ""
 
     def summary(self) -> str:
         count = len(self.differences)
-        return f"The ranks are not the same in {count} {'thing' if count == 1 else 'things'}."
+        where = f" {self.when}" if self.when else ""
+        return f"The ranks are not the same in {count} {'thing' if count == 1 else 'things'}{where}."
 
     def seen(self) -> str:
         shown = list(self.differences.items())[:_MOST_DIFFERENCES]
@@ -734,6 +740,17 @@ class RankMismatchError(RankwiseError, RuntimeError):
 
     def fix(self) -> str:
         fix = "build and call the same on every rank; look for code that depends on the rank or the host."
+        if any(OF_GROUP in name for name in self.differences):
+            fix = (
+                "decide by a value that all ranks have, as trainer.strategy.all_reduce(loss.detach()) "
+                "returns, not by the loss of this rank's own batch."
+            )
+        elif self.when:
+            fix = (
+                "change parameters and gradients alike on every rank. Look for hooks and forward passes that "
+                "change them by this rank's own batch, loss or random numbers, and for gradients that are "
+                "changed before they are averaged. check_ranks_every_n_steps=1 finds the first step."
+            )
         if "the seed" in self.differences:
             fix += " Use one seed, seed_everything(1): each rank draws from a stream of its own in a fit."
         if any(name.endswith(UNOWNED) for name in self.differences):

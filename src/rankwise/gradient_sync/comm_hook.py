@@ -85,6 +85,11 @@ class CommHook:
         return self.name in ("post_localsgd", "post_localsgd_hook")
 
     @property
+    def is_noop(self) -> bool:
+        """Whether the hook averages nothing, on purpose."""
+        return self.name in ("noop", "noop_hook")
+
+    @property
     def is_stateful(self) -> bool:
         """Whether the hook keeps gradients or models from step to step."""
         return self.is_local_sgd or "powersgd" in self.name.lower()

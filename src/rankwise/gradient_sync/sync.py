@@ -232,6 +232,16 @@ class GradientSync:
         is_by_ddp = isinstance(module, DistributedDataParallel)
         return tracked.others(averaged_by_ddp=is_by_ddp and self.mode is not GradientSyncMode.FORCED_SYNC)
 
+    def known_parameters(self, module: nn.Module) -> set[int] | None:
+        """Return the ids of the parameters that all ranks have shared; None if nobody follows the module."""
+        tracked = self._of(module).tracked
+        return None if tracked is None else set(map(id, tracked.parameters.all))
+
+    @property
+    def averages_nothing(self) -> bool:
+        """Whether each rank trains a model of its own, to measure what communication costs."""
+        return self.hook is not None and self.hook.is_noop
+
     def unowned(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the module's trained parameters by name that are in none of the optimizers used with it."""
         tracked = self._of(module).tracked

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -12,9 +15,10 @@ from torch.nn.parameter import is_lazy
 
 _ORDER = "the order of the parameters"
 # Of digests:
-_WORD = 8  # bytes
+_WORD = 4  # bytes
 _ROW = 1 << 12  # words that are summed up to one
-_CHUNK = 1 << 22  # words that are multiplied at once, to limit memory
+_CHUNK = 1 << 16  # words that are multiplied at once: as many as fit into a processor's cache
+_CHUNK_OF_DEVICE = 1 << 22  # the same on an accelerator, to limit memory
 
 
 def facts_of_parameters(parameters: Mapping[str, Tensor]) -> dict[str, str]:
@@ -50,30 +54,69 @@ def described(parameter: Tensor, is_trained: bool) -> str:
 def digest_of(tensor: Tensor) -> str:
     """Return a digest of a dense tensor's bits, dtype and shape, computed on its device.
 
-    Each 64-bit word is multiplied by an odd number of its own, and the products are added modulo 2^64, so a
+    Each 32-bit word is multiplied by an odd number of its own, and the products are added modulo 2^64, so a
     change of one word always shows. It does not protect against changes that are made on purpose.
     """
+    return f"{joint_digest([tensor])} of {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def joint_digest(tensors: Iterable[Tensor]) -> str:
+    """Return a digest of the bits of dense tensors, in their order.
+
+    It takes one transfer for consecutive tensors of a device, and no memory but for a part of a tensor.
+    """
+    runs = groupby(tensors, attrgetter("device"))
     with torch.no_grad():
-        data = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        flat = data.detach().contiguous().flatten().view(torch.uint8)
-        words = pad(flat, (0, -flat.numel() % _WORD)).clone().view(torch.int64)
-        while words.numel() > 1:
-            words = _folded(words)
-    number = int(words) if words.numel() else 0
-    return f"{number % 2**64:016x} of {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+        return " ".join(f"{int(_sum_of(map(_words_of, run), device)) % 2**64:016x}" for device, run in runs)
+
+
+def _words_of(tensor: Tensor) -> Tensor:
+    """Return the 32-bit words of a tensor, with zeros at the end if its bytes do not fill the last one."""
+    data = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    flat, size = data.detach().contiguous().flatten(), data.element_size()
+    if flat.numel() * size % _WORD or flat.storage_offset() * size % _WORD:
+        flat = flat.view(torch.uint8)
+        flat = pad(flat, (0, -flat.numel() % _WORD)).clone()
+    return flat.view(torch.int32)
+
+
+def _sum_of(pieces: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of a device's words times odd numbers; words of small tensors are summed together."""
+    size = _CHUNK if device.type == "cpu" else _CHUNK_OF_DEVICE
+    sums: list[Tensor] = []
+    together: list[Tensor] = []
+    length = 0
+    for part in (part for piece in pieces for part in piece.split(size)):
+        if length + part.numel() > size:
+            sums.append(_folded(torch.cat(together)))
+            together, length = [], 0
+        together.append(part)
+        length += part.numel()
+    sums.append(_folded(torch.cat(together)))
+    return _folded(torch.cat(sums))
 
 
 def _folded(words: Tensor) -> Tensor:
-    """Return the sums of rows of words times odd numbers."""
-    odd = torch.arange(_ROW, device=words.device).mul_(0x9E3779B97F4A7C15 - 2**64).mul_(2).add_(1)
-    rows = pad(words, (0, -words.numel() % _ROW)).view(-1, _ROW)
-    return torch.cat([(part * odd).sum(dim=1) for part in rows.split(_CHUNK // _ROW)])
+    """Return one sum of words times odd numbers."""
+    odd = _odd_numbers(words.device)
+    while True:
+        rows = pad(words, (0, -words.numel() % _ROW)).view(-1, _ROW) if words.numel() > _ROW else words[None]
+        words = rows.to(torch.int64, copy=True).mul_(odd[: rows.shape[1]]).sum(dim=1)
+        if words.numel() == 1:
+            return words
+
+
+@cache
+def _odd_numbers(device: torch.device) -> Tensor:
+    with torch.inference_mode(mode=False):
+        return torch.arange(_ROW, device=device).mul_(0x9E3779B97F4A7C15 - 2**64).mul_(2).add_(1)
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the digest of each tensor by name; without those that have no dense values."""
-    return {
-        name: digest_of(tensor)
-        for name, tensor in tensors.items()
-        if not is_lazy(tensor) and tensor.layout is torch.strided and not tensor.is_meta
-    }
+    return {name: digest_of(tensor) for name, tensor in tensors.items() if has_values(tensor)}
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Return whether a tensor has dense values, so that there is a digest of it."""
+    return not is_lazy(tensor) and tensor.layout is torch.strided and not tensor.is_meta

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import platform
 import sys
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,12 +14,20 @@ from torch import Tensor, nn
 
 from rankwise.errors import RankMismatchError
 from rankwise.gradient_sync.parameters import share_tensors
-from rankwise.process_group.rank_facts import differences, digests_of, facts_of_parameters
+from rankwise.process_group.rank_facts import (
+    differences,
+    digests_of,
+    facts_of_parameters,
+    has_values,
+    joint_digest,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from rankwise.strategies.base import Strategy
+
+_NO_FACTS: Mapping[str, str] = MappingProxyType({})
 
 
 def check_ranks_agree(strategy: Strategy, facts: dict[str, str]) -> None:
@@ -26,6 +36,34 @@ def check_ranks_agree(strategy: Strategy, facts: dict[str, str]) -> None:
         return
     if not _are_same(strategy, facts):
         raise RankMismatchError(differences(strategy.all_gather_object(facts)))
+
+
+def check_same_values(
+    strategy: Strategy, tensors: Mapping[str, Tensor], facts: Mapping[str, str] = _NO_FACTS, when: str = ""
+) -> None:
+    """Make sure that all ranks have the same bits of tensors, and the same `facts`. Collective.
+
+    Tensors without dense values are left out.
+
+    Args:
+        strategy: the ranks.
+        tensors: by what a message calls them.
+        facts: descriptions by name.
+        when: where this is called, for the message.
+
+    Raises:
+        RankMismatchError: names what differs.
+    """
+    if strategy.world_size > 1 and not _are_same(strategy, {**_summary_of(tensors), **facts}):
+        found = differences(strategy.all_gather_object({**digests_of(tensors), **facts}))
+        raise RankMismatchError(found, when)
+
+
+def _summary_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return what is the same on all ranks if the digests of all tensors are, but is made sooner."""
+    dense = {name: tensor for name, tensor in tensors.items() if has_values(tensor)}
+    kinds = [(name, each.dtype, tuple(each.shape)) for name, each in dense.items()]
+    return {"kinds": repr(kinds), "values": joint_digest(dense.values())}
 
 
 def _are_same(strategy: Strategy, facts: dict[str, str]) -> bool:
@@ -44,9 +82,9 @@ def share_model(strategy: Strategy, module: nn.Module) -> None:
     if strategy.world_size == 1:
         return
     values = values_of(module, with_buffers=True)
-    if not _are_same(strategy, digests_of(values)):
+    if not _are_same(strategy, _summary_of(values)):
         share_tensors(values.values(), strategy.data_parallel_group)
-        check_ranks_agree(strategy, digests_of(values))
+        check_same_values(strategy, values)
 
 
 def values_of(module: nn.Module, *, with_buffers: bool) -> dict[str, Tensor]:

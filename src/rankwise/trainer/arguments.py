@@ -129,7 +129,7 @@ class TrainerOptions:
     reload_dataloaders_every_n_epochs: int = field(metadata=_by(_check_number, minimum=0))
     uneven_inputs: str = field(metadata=_by(check_choice, choices=("error", "truncate", "join")))
     log_every_n_steps: int = field(metadata=_by(_check_number, minimum=1, default=50))
-    check_ranks_every_n_steps: int | None = field(metadata=_by(_check_number, minimum=1, is_optional=True))
+    check_ranks_every_n_steps: int | None = field(metadata=_by(_check_number, minimum=0, is_optional=True))
     default_root_dir: str
     enable_autolog_hparams: bool = field(metadata=_by(_check_flag))
     model_registry: None = field(

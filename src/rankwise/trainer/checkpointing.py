@@ -31,6 +31,7 @@ from rankwise.paths import absolute_path, is_last_checkpoint, unused_checkpoint
 from rankwise.process_group.after_failure import is_after_failure
 from rankwise.processes.signals import reraise_from_handler
 from rankwise.stores.restart import current_restart
+from rankwise.trainer.consistency import compare_ranks
 from rankwise.trainer.hooks import own_method
 from rankwise.trainer.module import is_defined
 from rankwise.trainer.module_loading import does_not_fit, warn_of_different_weights, weights_in
@@ -249,11 +250,13 @@ def save_checkpoint(
     the rank writes its own state, and the supervisor waits for it.
     """
     with saving_in_hook_reported() if is_after_failure() else nullcontext():
+        context.strategy.gradients.average_models()  # what rank 0 saves is the model of all ranks then
+        if context.stage.name == "fit":
+            compare_ranks(context, "before a checkpoint")
         _save_checkpoint(context, path, weights_only)
 
 
 def _save_checkpoint(context: LoopContext, path: str | os.PathLike[str], weights_only: bool) -> None:
-    context.strategy.gradients.average_models()  # what rank 0 saves is the model of all ranks then
     checkpoint = _evaluation_part(context, weights_only=weights_only)
     if not weights_only:
         checkpoint |= _training_part(context)
@@ -264,8 +267,13 @@ def _save_checkpoint(context: LoopContext, path: str | os.PathLike[str], weights
 
 
 def save_stop_checkpoint(context: LoopContext) -> None:
-    """Write the checkpoint of a fit that a signal stops, for `ckpt_path="last"`. Collective."""
-    save_checkpoint(context, CheckpointFiles(context).stop_path(context.state.ckpt_path))
+    """Write the checkpoint of a fit that a signal stops, for `ckpt_path="last"`. Collective.
+
+    The ranks are not compared: there may be little time.
+    """
+    path = CheckpointFiles(context).stop_path(context.state.ckpt_path)
+    context.strategy.gradients.average_models()
+    _save_checkpoint(context, path, weights_only=False)
 
 
 def _evaluation_part(context: LoopContext, *, weights_only: bool) -> dict[str, Any]:

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from rankwise.errors import UNOWNED, ConfigurationError
+from rankwise.errors import OF_GROUP, UNOWNED, ConfigurationError
 from rankwise.gradient_sync.parameters import parameters_of
-from rankwise.process_group.rank_facts import digests_of
-from rankwise.strategies.agreement import check_ranks_agree, values_of
+from rankwise.process_group.after_failure import is_after_failure
+from rankwise.strategies.agreement import check_same_values, values_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from torch.optim import Optimizer
 
@@ -20,11 +20,34 @@ if TYPE_CHECKING:
     from rankwise.trainer.state import LoopContext
 
 
-def check_values(context: LoopContext, *, with_buffers: bool = False) -> None:
-    """Make sure that all ranks have the same parameters and optimizer states. Collective.
+def compare_ranks(
+    context: LoopContext, when: str, *, are_models_averaged: bool = True, with_buffers: bool = False
+) -> None:
+    """Compare the ranks as `check_ranks_every_n_steps` says; not after a failure on this rank. Collective.
+
+    Args:
+        context: that of a fit.
+        when: where this is called, for the message.
+        are_models_averaged: False between two averages of post-local SGD.
+        with_buffers: whether buffers have just been shared.
+
+    Raises:
+        RankMismatchError: names what differs, parameters first.
+    """
+    interval, gradients = context.options.check_ranks_every_n_steps, context.strategy.gradients
+    may_differ = gradients.averages_nothing or (gradients.period is not None and not are_models_averaged)
+    if interval == 0 or (interval is None and may_differ) or is_after_failure():
+        return
+    check_values(context, when, with_buffers=with_buffers, with_states=interval is not None)
+
+
+def check_values(
+    context: LoopContext, when: str = "", *, with_buffers: bool = False, with_states: bool = False
+) -> None:
+    """Make sure that all ranks have the same parameters and hyperparameters of optimizers. Collective.
 
     Buffers are the same only where they have just been shared. Left out are what DDP is configured to ignore,
-    and the states of sharded optimizers.
+    new parameters that the ranks have not shared yet, and the states of sharded optimizers.
 
     Raises:
         RankMismatchError: names what differs, parameters first.
@@ -33,16 +56,42 @@ def check_values(context: LoopContext, *, with_buffers: bool = False) -> None:
     if strategy.world_size == 1:
         return
     values = values_of(module, with_buffers=with_buffers)
-    compared = {id(tensor) for tensor in values.values()}
-    ignored = {id(parameter) for parameter in module.parameters()} - compared
+    inside = {id(parameter) for parameter in module.parameters()}
+    known = strategy.gradients.known_parameters(context.wrapped)
+    if known is None:
+        known = inside.intersection(map(id, values.values()))
+    values = {name: each for name, each in values.items() if id(each) in known or id(each) not in inside}
     for number, optimizer in enumerate(context.optimizers):
-        for place, parameter in enumerate(parameters_of(optimizer)):
-            if id(parameter) not in ignored and not strategy.is_sharded(optimizer):
-                label = f"parameter {place} of optimizer {number}"
-                values |= _state_of(optimizer, parameter, label)
-                if id(parameter) not in compared:
-                    values[f"the values of {label}"] = parameter
-    check_ranks_agree(strategy, digests_of(values))
+        originals = strategy.precision.model_parameters(optimizer)
+        for place, (own, original) in enumerate(zip(parameters_of(optimizer), originals, strict=True)):
+            label = f"parameter {place} of optimizer {number}"
+            if id(original) in known - inside:
+                values[f"the values of {label}"] = original
+            if with_states and id(original) in known and not strategy.is_sharded(optimizer):
+                values |= _state_of(optimizer, own, label)
+    check_same_values(strategy, values, _hyperparameters(context.optimizers), when)
+
+
+def _hyperparameters(optimizers: Iterable[Optimizer]) -> dict[str, str]:
+    """Return the options of the optimizers' parameter groups, such as learning rates."""
+    options = {
+        f"{name}{OF_GROUP}{place} of optimizer {number}": _described(value)
+        for number, optimizer in enumerate(optimizers)
+        for place, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if name != "params"
+    }
+    return {name: text for name, text in options.items() if text is not None}
+
+
+def _described(value: object) -> str | None:
+    """Return an option as text; None for an object, whose text may differ between processes."""
+    if isinstance(value, Tensor):
+        return repr(value.item()) if value.numel() == 1 else None
+    if isinstance(value, (tuple, list)):
+        parts = list(map(_described, value))
+        return None if None in parts else repr(parts)
+    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else None
 
 
 def check_unowned(context: LoopContext) -> None:
@@ -57,12 +106,12 @@ def check_unowned(context: LoopContext) -> None:
     unowned = strategy.gradients.unowned(context.wrapped)
     if unowned and strategy.data_parallel_group is None:  # groups may have other values
         values = {f"the values of parameter {name!r}{UNOWNED}": each for name, each in unowned.items()}
-        check_ranks_agree(strategy, digests_of(values))
+        check_same_values(strategy, values)
 
 
 def check_can_compare(strategy: Strategy, interval: int | None) -> None:
     """Refuse to compare models that differ between the ranks' averages on purpose."""
-    if interval is not None and strategy.gradients.period is not None:
+    if interval and strategy.gradients.period is not None:
         raise ConfigurationError(
             message=f"check_ranks_every_n_steps={interval} cannot work with post-local SGD.",
             facts="between averages of the models, each rank has another one.",

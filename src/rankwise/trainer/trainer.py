@@ -98,9 +98,9 @@ class Trainer(TrainerProperties):
             `"truncate"` (all stop with the shortest) or `"join"` (a rank without batches repeats its last one
             with weight 0 and steps like the others; shards are then uneven instead of padded).
         log_every_n_steps: after how many optimizer steps loggers get the steps' metrics.
-        check_ranks_every_n_steps: after how many optimizer steps, and at the end of `fit`, the ranks compare
-            digests of their parameters and optimizer states; a difference is an error on all of them. None
-            for no comparison.
+        check_ranks_every_n_steps: None compares the ranks' parameters and learning rates before each epoch
+            and each checkpoint and at the end of `fit`; a difference is an error on all ranks. A number
+            compares after so many optimizer steps, too, with the optimizers' states; 0 never compares.
         enable_progress_bar: whether there is a progress bar; None for one if tqdm is installed.
         enable_model_summary: whether to add a `ModelSummary` if `callbacks` has none; None means True.
         enable_autolog_hparams: whether loggers get the module's hyperparameters when `fit` starts.

@@ -46,7 +46,8 @@ def _compare_after_fits(loop_class: Any) -> None:
             from rankwise.gradient_sync.parameters import shares_buffers
             from rankwise.trainer.consistency import check_values
 
-            check_values(loop._context, with_buffers=shares_buffers(loop._context.wrapped))
+            is_shared = shares_buffers(loop._context.wrapped)
+            check_values(loop._context, with_buffers=is_shared, with_states=True)
 
     loop_class.run = run
 

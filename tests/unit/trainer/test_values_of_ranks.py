@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 from rankwise import TrainingModule
-from rankwise.callbacks import Callback
+from rankwise.callbacks import Callback, ModelCheckpoint
 from rankwise.errors import ConfigurationError, InvalidArgumentError, RankMismatchError
-from rankwise.process_group.rank_facts import digest_of
-from tests.helpers.threaded import ThreadedStrategy, run_ranks
+from rankwise.process_group.rank_facts import digest_of, joint_digest
+from rankwise.trainer.checkpointing import save_stop_checkpoint
+from tests.helpers.threaded import ThreadedStrategy, counted_reductions, run_ranks
 from tests.process.training_tasks import quiet_trainer
 from tests.unit.gradient_sync.helpers import FEATURES, loss_of, net
 
@@ -45,23 +50,28 @@ class Disturb(Callback):
         self.what = what
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if (trainer.global_rank, batch_idx) != (1, 2):
+        if (trainer.global_rank, batch_idx, trainer.current_epoch) != (1, 2, 0):
             return
         with torch.no_grad():
+            if self.what == "rate":
+                trainer.optimizers[0].param_groups[0]["lr"] *= 2
             if self.what == "parameter":
                 module.net[0].bias[1] += 1e-15
             elif self.what == "state":
                 trainer.optimizers[0].state[module.net[2].weight]["exp_avg"].mul_(2)
 
 
-def fit(what: str, every: int | None, **arguments: Any) -> list[int]:
+def fit(
+    what: str, every: int | None, callbacks: Any = (), max_epochs: int = 1, **arguments: Any
+) -> list[int]:
     """Fit on two ranks; return after how many steps each has ended."""
     modules = [Model(), Model()]
 
     def run(rank: int) -> int:
-        options: dict[str, Any] = {"max_epochs": 1, "check_ranks_every_n_steps": every}
+        options: dict[str, Any] = {"max_epochs": max_epochs, "check_ranks_every_n_steps": every}
+        options["enable_checkpointing"] = any(isinstance(each, ModelCheckpoint) for each in callbacks)
         strategy = ThreadedStrategy(rank, 2, **arguments)
-        trainer = quiet_trainer(strategy, 2, callbacks=[Disturb(what)], **options)
+        trainer = quiet_trainer(strategy, 2, callbacks=[Disturb(what), *deepcopy(callbacks)], **options)
         trainer.fit(modules[rank], DataLoader(DATA, batch_size=1))
         return trainer.global_step
 
@@ -88,16 +98,98 @@ def test_without_a_difference() -> None:
     assert fit("nothing", 2) == [4, 4]
 
 
+@pytest.mark.parametrize("max_epochs", [1, 2])
+@pytest.mark.parametrize(
+    ("what", "names", "fix"),
+    [
+        ("parameter", ["the values of parameter 'net.0.bias'"], "change parameters and gradients alike"),
+        ("rate", ["the values of parameter", "lr of parameter group 0 of optimizer 0"], "all_reduce(loss"),
+    ],
+)
+def test_compared_by_default(what: str, names: list[str], fix: str, max_epochs: int) -> None:
+    """Parameters and learning rates are compared before each epoch and at the end; the error has a cause."""
+    with pytest.raises(RankMismatchError) as caught:
+        fit(what, None, max_epochs=max_epochs)
+    found = list(caught.value.differences)
+    assert (found[0].startswith(names[0]), found[-1].startswith(names[-1])) == (True, True), found
+    assert caught.value.when == ("at the end of fit" if max_epochs == 1 else "before epoch 1")
+    assert fix in str(caught.value)
+
+
+def test_compared_before_a_checkpoint(tmp_path: Path) -> None:
+    """A model that the ranks do not have in common is not saved."""
+    with pytest.raises(RankMismatchError, match="before a checkpoint"):
+        fit("parameter", None, [ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step=1.ckpt", "step=2.ckpt"]
+
+
+class StopCheckpoint(Callback):
+    """Writes the checkpoint of a stop while a parameter of rank 1 is another."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Any, module: Any, *arguments: Any) -> None:
+        kept = module.net[0].bias.clone()
+        module.net[0].bias += trainer.global_rank
+        save_stop_checkpoint(trainer.context(module))
+        module.net[0].bias.copy_(kept)
+
+
+def test_not_compared_in_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint of a stop is written, whatever the ranks hold: nothing else would be left of the run."""
+    monkeypatch.chdir(tmp_path)
+    assert fit("nothing", None, [StopCheckpoint()]) == [4, 4]
+    assert list(tmp_path.rglob("last*.ckpt"))
+
+
+def test_one_small_collective() -> None:
+    """A comparison is one all-reduce of 32 bytes: before each epoch, and at the end of the fit."""
+    sizes = []
+    for every in (0, None):
+        with counted_reductions() as counted:
+            fit("nothing", every, max_epochs=3)
+        sizes.append(Counter(counted[0]))
+    assert sizes[1] - sizes[0] == Counter({4: 3 + 1})
+
+
 @pytest.mark.ranks_may_differ("rank 1 changes a parameter")
-def test_not_asked_for() -> None:
-    """Without the argument nothing is compared."""
-    assert fit("parameter", None) == [4, 4]
+def test_switched_off() -> None:
+    """With 0 nothing is compared."""
+    assert fit("parameter", 0, max_epochs=2) == [8, 8]
+
+
+@pytest.mark.ranks_may_differ("the hook averages nothing, or models only")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"comm_hook": "noop"},
+        {"comm_hook": noop_hook},
+        {"comm_hook": "post_localsgd:start_localSGD_iter=1", "model_averaging_period": 3},
+    ],
+    ids=["noop", "torch's noop", "post_localsgd"],
+)
+def test_ranks_that_may_differ(arguments: dict[str, Any]) -> None:
+    """Where the strategy lets models differ, they are not compared."""
+    assert fit("nothing", None, max_epochs=2, **arguments) == [8, 8]
+
+
+class Grow(Callback):
+    """Adds a layer with values of the rank's own, which rank 0 shares before the next step."""
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        layer = net(trainer.global_rank)
+        module.added = layer
+        trainer.optimizers[0].add_param_group({"params": layer.parameters()})
+
+
+def test_new_parameters_are_shared_first() -> None:
+    """New parameters are compared from the step on in which all ranks have one value of them."""
+    assert fit("nothing", None, [Grow()], max_epochs=1) == [4, 4]
 
 
 def test_impossible_intervals() -> None:
     """An interval is a number of steps; post-local SGD lets models differ between averages."""
     with pytest.raises(InvalidArgumentError, match="check_ranks_every_n_steps"):
-        quiet_trainer("ddp_fork", 2, check_ranks_every_n_steps=0)
+        quiet_trainer("ddp_fork", 2, check_ranks_every_n_steps=-1)
     with pytest.raises(ConfigurationError, match="post-local SGD"):
         fit("nothing", 2, comm_hook="post_localsgd", model_averaging_period=4)
 
@@ -161,6 +253,29 @@ def test_digests(tensor: Tensor) -> None:
     assert digest_of(tensor.reshape(1, *tensor.shape)) != digest
     if tensor.numel() > 1:
         assert digest_of(tensor.flatten().flip(0).view(tensor.shape)) != digest
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_digests_of_many_changes(dtype: torch.dtype) -> None:
+    """Changes of the highest bits alone do not cancel out: signs, and powers of two."""
+    values = torch.randn(10**4).to(dtype)
+    changed = [values, -values, values * 2, values.abs(), torch.cat([-values[:2], values[2:]])]
+    assert len(set(map(digest_of, changed))) == len(changed)
+
+
+def test_digests_of_nan() -> None:
+    """A NaN is equal to the same bits."""
+    assert digest_of(torch.tensor([1.0, torch.nan])) == digest_of(torch.tensor([1.0, torch.nan]))
+
+
+def test_a_joint_digest() -> None:
+    """It depends on the bits of each of many tensors, and on their order."""
+    tensors = [torch.randn(size).to(dtype) for size in (1, 70_000, 5) for dtype in (torch.float, torch.half)]
+    digests = {joint_digest(tensors), joint_digest(tensors[::-1])}
+    for tensor in tensors:
+        tensor[-1] += 1
+        digests.add(joint_digest(tensors))
+    assert len(digests) == 2 + len(tensors)
 
 
 def test_digests_of_few_bits() -> None:

@@ -18,7 +18,7 @@ from rankwise.monitoring.heartbeat import report_phase
 from rankwise.seed import isolated_random_state, mixed_seed
 from rankwise.stores.waiting import StoreCounter
 from rankwise.strategies.data_split import check_same_order
-from rankwise.trainer.consistency import check_unowned, check_values
+from rankwise.trainer.consistency import check_unowned, compare_ranks
 from rankwise.trainer.data_loaders import PHASE_NAMES
 from rankwise.trainer.hooks import training_outputs
 from rankwise.trainer.loops.automatic import AutomaticOptimization
@@ -98,8 +98,7 @@ class FitLoop:
             self._stopping.finish()
             share_buffers(context.wrapped)  # every rank goes on with the buffers that rank 0 saves
             self._strategy.end_training()
-            if self._settings.check_ranks_every_n_steps is not None:
-                check_values(context, with_buffers=shares_buffers(context.wrapped))
+            compare_ranks(context, "at the end of fit", with_buffers=shares_buffers(context.wrapped))
             context.state.rank_states = gather_rank_states(context)
             self._hooks.call("on_train_end")
             if isinstance(self._optimization, ManualOptimization):
@@ -135,6 +134,7 @@ class FitLoop:
         if not self._results.is_open:
             self._results = self._new_results()
         self._stage.results = self._stage.epoch_results = self._results
+        compare_ranks(self._context, f"before epoch {progress.current_epoch}", are_models_averaged=False)
         self._hooks.call("on_train_epoch_start")  # may change a sampler
         check_same_order(self._strategy, PHASE_NAMES["train"], self._share.loaders)
         self._optimization.begin_epoch()
@@ -220,9 +220,9 @@ class FitLoop:
 
     def _compare_ranks(self, steps_before: int) -> None:
         """Compare the ranks' values as asked for, and now and then those of parameters in no optimizer."""
-        interval = self._settings.check_ranks_every_n_steps
-        if interval is not None and self._progress.global_step // interval > steps_before // interval:
-            check_values(self._context)
+        interval, step = self._settings.check_ranks_every_n_steps, self._progress.global_step
+        if interval and step // interval > steps_before // interval:
+            compare_ranks(self._context, f"after step {step}")
         self._num_windows += 1
         if self._num_windows.bit_count() == 1:  # 1, 2, 4, 8, ...
             check_unowned(self._context)
