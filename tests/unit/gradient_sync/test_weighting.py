@@ -17,6 +17,7 @@ from torch.utils.data import (
     IterableDataset,
     SequentialSampler,
     TensorDataset,
+    default_collate,
 )
 
 from rankwise import Trainer, TrainingModule
@@ -466,6 +467,19 @@ def test_unknown_batch_sizes_are_refused() -> None:
     """The batch sizes of an iterable data set are unknown: the error says to log them."""
     with pytest.raises(ConfigurationError, match="log_weight"):
         trainer_of(2, gradient_weighting="samples").fit(Fit(), DataLoader(Stream(), batch_size=2))
+
+
+@pytest.mark.parametrize(("world_size", "accumulate"), [(1, 2), (2, 1), (3, 1)])
+def test_samples_that_are_left_out(world_size: int, accumulate: int) -> None:
+    """A collate function that drops samples makes batches of unknown sizes; so does one that makes more."""
+    for count in (2, 8):
+        loader = DataLoader(
+            dataset(24), 4, collate_fn=lambda samples, count=count: default_collate((samples * 2)[:count])
+        )
+        with pytest.raises(
+            ConfigurationError, match=r"does not know the size of batch 0.*\n.*\n.*log_weight"
+        ):
+            fit_on_ranks(world_size, loader, accumulate=accumulate, gradient_weighting="samples")
 
 
 def fit_own_split(make_loader: Callable[[int], Any]) -> list[Tensor]:
