@@ -93,6 +93,12 @@ def test_a_fork_ends_as_an_interpreter_of_its_own(run_script: ScriptRunner) -> N
         assert (forked.returncode, forked.stdout, forked.stderr) == (code, alone.stdout, alone.stderr)
 
 
+def test_modules_of_the_tests_can_be_preloaded(run_script: ScriptRunner) -> None:
+    """Each set of modules has an interpreter of its own."""
+    source = "import sys; print('tests.helpers.ports' in sys.modules, 'torch' in sys.modules)"
+    assert run_script(source, preload=("tests.helpers.ports",)).stdout == "True False\n"
+
+
 def is_preloaded(run_script: ScriptRunner, **options: Any) -> bool:
     """Tell whether a program with these options is forked."""
     return run_script("import sys; print('torch' in sys.modules)", **options).stdout == "True\n"

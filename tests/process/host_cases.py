@@ -32,7 +32,6 @@ import torch
 from rankwise.errors import LaunchRefusedError, WorkerError, WorkerTimedOutError
 from rankwise.processes import started_process
 from rankwise.strategies import DDPElasticStrategy, DDPStrategy, Strategy
-from tests.process.case_server import main
 
 # ---------------------------------------------------------------------- jobs
 
@@ -558,4 +557,4 @@ def descriptors(method: str) -> None:
 
 
 if __name__ == "__main__":
-    main(globals())
+    globals()[sys.argv[1]](*sys.argv[2:])
