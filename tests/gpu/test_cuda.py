@@ -1,7 +1,5 @@
 """What only a GPU can show: scaled float16, streams, NCCL, SyncBatchNorm, a shared device."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -12,14 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from rankwise import DDPSpawnStrategy
-from tests.gpu.cuda_tasks import (
-    Images,
-    describe_group,
-    images,
-    quiet,
-    train_plainly,
-    train_scaled,
-)
+from tests.gpu.cuda_tasks import Images, describe_group, images, quiet, train_plainly, train_scaled
 from tests.helpers.ports import free_port
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import with_tests

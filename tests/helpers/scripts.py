@@ -1,7 +1,5 @@
 """Run a Python program in a session of its own, and check that it leaves no process behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

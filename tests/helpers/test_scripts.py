@@ -1,7 +1,5 @@
 """The script runner: what a program did comes back, and what it leaves behind fails the test."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

@@ -1,7 +1,5 @@
 """What the processes that another launcher has started run; the tests are in `test_external.py`."""
 
-from __future__ import annotations
-
 import sys
 import time
 

@@ -1,7 +1,5 @@
 """What the process tests share: strategies on two CPU processes, and how scripts find the tests' modules."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import uuid

@@ -3,8 +3,6 @@
 The tests are in `test_host_programs.py` and `test_host_limits.py`.
 """
 
-from __future__ import annotations
-
 import _thread
 import asyncio
 import code

@@ -1,7 +1,5 @@
 """Ranks that end a fit with different values fail the test, however their processes were started."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An uncaught failure ends the script with the exit code of the rank that failed."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.helpers.scripts import ScriptResult, ScriptRunner

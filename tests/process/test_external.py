@@ -1,7 +1,5 @@
 """Processes that another launcher has started: torchrun, or two shells with variables set by hand."""
 
-from __future__ import annotations
-
 import pickle
 import socket
 import sys

@@ -3,8 +3,6 @@
 `test_fault_matrix.py` has the table of who fails, how, when, and under which strategy.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import itertools
 import json

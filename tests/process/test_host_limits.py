@@ -1,7 +1,5 @@
 """Programs in which a job cannot be started, or that use what a job uses, too."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.helpers.ports import free_port

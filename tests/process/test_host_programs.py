@@ -1,7 +1,5 @@
 """Programs around a job that have changed what a process has of the operating system."""
 
-from __future__ import annotations
-
 import itertools
 import signal
 import sys

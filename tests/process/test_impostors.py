@@ -1,7 +1,5 @@
 """A process that takes a rank's place in gloo runs no code and reads no object; its error says so."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil

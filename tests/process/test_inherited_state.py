@@ -1,7 +1,5 @@
 """Workers begin with the random state and torch's flags of the process that launches them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """`launch` from one process returns values, gives ranks their environment, and changes nothing else."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import inspect

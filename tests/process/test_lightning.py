@@ -1,7 +1,5 @@
 """Lightning's own `Trainer` and `Fabric` on rankwise's strategies."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

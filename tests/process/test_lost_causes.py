@@ -1,7 +1,5 @@
 """What ended a job is reported, whatever exceptions and values are made of."""
 
-from __future__ import annotations
-
 import operator
 import os
 import sys

@@ -1,7 +1,5 @@
 """Strategy `ddp` runs the script again for each other rank, with its command line, or refuses at once."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import json

@@ -1,7 +1,5 @@
 """Ctrl-C raises `KeyboardInterrupt` in the caller, every worker ends, the shell sees 130."""
 
-from __future__ import annotations
-
 import multiprocessing
 import signal
 import sys

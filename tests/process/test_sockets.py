@@ -1,7 +1,5 @@
 """Listening sockets of a job are on loopback only, without a store if private; ports never conflict."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

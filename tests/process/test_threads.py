@@ -1,7 +1,5 @@
 """Threads: how many each rank has; and a launch from a thread that the end of the program ends."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """Training on two ranks gives one process's weights, with one reduction for each optimizer step."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

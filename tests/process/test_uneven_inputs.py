@@ -1,7 +1,5 @@
 """Ranks with different numbers of batches: an error on all, the shortest, or what one process would do."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """rankwise without optional packages: only torch, lightning-utilities and typing-extensions are there."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import re

@@ -1,7 +1,5 @@
 """Property: N ranks give the parameters, state and metrics of a hand-written loop of one process."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 from dataclasses import replace

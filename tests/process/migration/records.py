@@ -3,8 +3,6 @@
 `python -m tests.process.migration.record` writes them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

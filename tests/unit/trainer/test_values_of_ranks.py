@@ -1,7 +1,5 @@
 """Comparison of what the ranks hold by digests: in training, at its end, and before evaluation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
