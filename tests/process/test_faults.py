@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import signal
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -167,14 +166,6 @@ def test_ddp(cell: Cell, rerun: dict[Cell, list[str]]) -> None:
     assert rerun[cell] == []
 
 
-@pytest.mark.soak  # the table above does so as well
-def test_ddp_launches_again_after_a_failed_start(run_script: ScriptRunner, tmp_path: Path) -> None:
-    """After a failure before the group was up, the same script launches again and meets its new sibling."""
-    cells = [[1, "raise", "before", "private"], [1, "raise", "step", "private"]]
-    texts = [json.dumps([*cell, str(tmp_path / f"stamp{index}")]) for index, cell in enumerate(cells)]
-    assert _in_one_script(run_script, texts) == {text: [] for text in texts}
-
-
 # ---------------------------------------------------------------------- exit codes under ddp
 
 ONE_CELL = """
@@ -304,13 +295,6 @@ def both_fail(strategy: Strategy) -> NoReturn:
     strategy.barrier()
     time.sleep(2 * strategy.global_rank)
     raise ValueError(f"failure of {strategy.global_rank}")
-
-
-def test_the_first_of_two_failures_is_named() -> None:
-    """When both ranks fail the exception is the first one's."""
-    with pytest.raises(WorkerRaisedError, match="failure of 0") as caught:
-        ddp("fork").launch(both_fail)
-    assert caught.value.global_rank == 0
 
 
 def two_are_killed(strategy: Strategy) -> None:
@@ -446,20 +430,6 @@ def test_a_crash_names_its_signal() -> None:
         ddp("fork").launch(abort)
 
 
-def exit_with(strategy: Strategy, code: Any) -> None:
-    if strategy.global_rank == 1:
-        sys.exit(code)
-    time.sleep(60)
-
-
-@pytest.mark.parametrize(("code", "expected"), [(None, 0), (0, 0), (7, 7), ("a message", 1)])
-def test_an_exit_has_its_code(code: object, expected: int) -> None:
-    """`sys.exit` with any argument is reported with the code that it stands for."""
-    with pytest.raises(WorkerExitedError) as caught:
-        ddp("fork").launch(exit_with, code)
-    assert (caught.value.global_rank, caught.value.exit_code) == (1, expected)
-
-
 def become_another_program(strategy: Strategy, when: str) -> None:
     if strategy.global_rank == 1:
         os.execv("/bin/sleep", ["sleep", "60"])
@@ -529,51 +499,6 @@ def test_finally_blocks_of_the_others_run(tmp_path: Path) -> None:
     with pytest.raises(WorkerRaisedError, match="the cause"):
         ddp("fork", grace_period_s=20).launch(clean_up_slowly, str(tmp_path), 0.2)
     assert (tmp_path / "cleaned").exists()
-
-
-def test_the_grace_has_an_end(tmp_path: Path) -> None:
-    """A rank that takes longer than `grace_period_s` to leave is killed."""
-    start = time.monotonic()
-    with pytest.raises(WorkerRaisedError, match="the cause"):
-        ddp("fork", grace_period_s=0.3).launch(clean_up_slowly, str(tmp_path), 60)
-    assert time.monotonic() - start < 20
-    assert not (tmp_path / "cleaned").exists()
-
-
-def catch_everything(strategy: Strategy) -> None:
-    strategy.barrier()
-    if strategy.global_rank == 1:
-        time.sleep(0.1)
-        raise ValueError("the cause")
-    while True:
-        try:
-            dist.all_reduce(torch.ones(1))
-        except Exception:
-            time.sleep(0.01)
-
-
-def test_a_rank_that_catches_everything_is_ended() -> None:
-    """A rank whose loop catches every `Exception` is ended too."""
-    start = time.monotonic()
-    with pytest.raises(WorkerRaisedError, match="the cause"):
-        ddp("fork").launch(catch_everything)
-    assert time.monotonic() - start < 20
-
-
-def stop_yourself(strategy: Strategy) -> None:
-    strategy.barrier()
-    if strategy.global_rank == 1:
-        time.sleep(0.2)
-        raise ValueError("the cause")
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def test_a_stopped_process_is_ended() -> None:
-    """A peer under SIGSTOP, which runs no handler, is killed."""
-    start = time.monotonic()
-    with pytest.raises(WorkerRaisedError, match="the cause"):
-        ddp("fork").launch(stop_yourself)
-    assert time.monotonic() - start < 20
 
 
 def total(strategy: Strategy) -> float:

@@ -151,13 +151,6 @@ def test_stdin_is_refused(run_script: ScriptRunner) -> None:
     assert "STARTED" not in result.stdout
 
 
-@pytest.mark.soak
-def test_piped_stdin_without_a_dash_is_refused(run_script: ScriptRunner) -> None:
-    """`python < script.py` is stdin too."""
-    result = run_script.command([sys.executable], stdin=REFUSED)
-    assert "REFUSED True" in result.stdout, result
-
-
 def test_an_interactive_shell_is_refused(run_script: ScriptRunner) -> None:
     """`python -i` and the prompt are refused, and the shell continues."""
     source = "exec(" + repr(REFUSED) + ")\nprint('still here')\n"
@@ -171,12 +164,6 @@ def test_an_interactive_shell_is_refused(run_script: ScriptRunner) -> None:
 def never(strategy: object) -> None:
     """Must not be run."""
     raise AssertionError
-
-
-def test_pytest_is_refused() -> None:
-    """Inside pytest the command line would run all tests again: the error names the alternative."""
-    with pytest.raises(LaunchRefusedError, match=r"(?s)inside pytest.*ddp_spawn"):
-        ddp("popen").launch(never)
 
 
 def test_a_daemon_is_refused(run_script: ScriptRunner) -> None:
@@ -531,26 +518,6 @@ def test_a_sibling_that_left_between_two_jobs(run_script: ScriptRunner) -> None:
     assert result.returncode == 1, result
     assert "global_rank=1" in result.stderr
     assert "exited with code 0 before the next job began" in result.stderr
-
-
-@pytest.mark.soak
-def test_the_working_directory_of_the_tests_is_not_needed(run_script: ScriptRunner) -> None:
-    """An executable script with a `..` in its path is found again."""
-    (run_script.folder / "deep").mkdir()
-    run_script.write(MAIN)
-    command = [sys.executable, "../script.py"]
-    facts_of_ranks(run_script.command(command, cwd=run_script.folder / "deep", fresh=True))
-
-
-@pytest.mark.soak
-@pytest.mark.skipif(sys.platform == "win32", reason="symbolic links need rights on Windows")
-def test_a_linked_script_is_found_again(run_script: ScriptRunner) -> None:
-    """A script that is called through a symbolic link is run again through it."""
-    run_script.write(MAIN, "real/script.py")
-    link = run_script.folder / "link.py"
-    link.symlink_to(run_script.folder / "real" / "script.py")
-    _, other = facts_of_ranks(run_script.command([sys.executable, str(link)], fresh=True))
-    assert other["argv"] == [str(link)]
 
 
 def test_command_must_be_words() -> None:
