@@ -6,7 +6,7 @@ from tests.helpers.ports import free_port
 from tests.helpers.scripts import ScriptResult, ScriptRunner
 from tests.helpers.shared import computed_once
 from tests.process import host_cases
-from tests.process.helpers import Cases, cases_of
+from tests.process.helpers import Cases, cases_of, combinations
 from tests.process.test_host_programs import ALL_METHODS, ELASTIC, METHODS, by_seccomp
 
 cases = cases_of(host_cases)
@@ -143,8 +143,14 @@ def test_a_program_that_has_left_a_removed_directory(
     )
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("how", ["handler", "default", "before"])
+@pytest.mark.parametrize(
+    ("how", "method"),
+    combinations(
+        ("handler", "default", "before"),
+        ("fork", "popen", "spawn", "forkserver"),
+        quick=[("handler", "popen"), ("default", "fork"), ("before", "fork")],
+    ),
+)
 def test_a_rank_that_handles_sigusr2(how: str, method: str, cases: Cases) -> None:
     """The supervisor asks for its stacks by another signal, and the signal reaches the user's handler."""
     result = cases("handles_sigusr2", method, how)

@@ -106,11 +106,12 @@ def _wakeup_fd() -> int:
     return descriptor
 
 
-SPAWN_TCP = pytest.param("spawn-tcp", marks=pytest.mark.soak)  # this pair is in test_spawn_does_the_same, too
-
-
 @pytest.fixture(
-    params=[*(f"{m}-{r}" for m in METHODS for r in RENDEZVOUS if f"{m}-{r}" != "spawn-tcp"), SPAWN_TCP]
+    params=[
+        pytest.param(f"{method}-{rendezvous}", marks=[pytest.mark.soak] * (method == "spawn"))
+        for method in METHODS  # spawn is in test_spawn_does_the_same, too
+        for rendezvous in RENDEZVOUS
+    ]
 )
 @computed_once
 def job(request: pytest.FixtureRequest) -> _Job:

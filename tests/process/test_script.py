@@ -85,6 +85,7 @@ def test_a_module_is_run_again_as_a_module(run_script: ScriptRunner) -> None:
     assert first["cwd"] == other["cwd"] == str(run_script.folder / "elsewhere")
 
 
+@pytest.mark.soak  # tests/unit/processes/test_command_line.py has such commands, too
 def test_code_on_the_command_line_is_run_again(run_script: ScriptRunner) -> None:
     """`python -bc ...`, its flags in one word, is run again with its code and arguments."""
     _, other = facts_of_ranks(run_script.command([sys.executable, "-bc", MAIN, "one", "two"]))
@@ -103,19 +104,11 @@ def test_a_changed_argv_and_directory_do_not_matter(run_script: ScriptRunner) ->
 
 
 def test_a_command_of_ones_own_is_run(run_script: ScriptRunner) -> None:
-    """`command=` is run instead of the process's own command line."""
-    source = MAIN.replace(
-        "devices=2", "devices=2, command=[sys.executable, '-X', 'utf8', sys.argv[0], '--sibling']"
-    )
+    """`command=` is run instead of the process's own, also below a shell script or another program."""
+    command = "['sh', '-c', f'{sys.executable!r} -X utf8 {sys.argv[0]!r} --sibling; exit $?']"
+    source = MAIN.replace("devices=2", f"devices=2, command={command}")
     first, other = facts_of_ranks(run_script(source))
     assert (len(first["argv"]), other["argv"][1:], other["utf8"]) == (1, ["--sibling"], 1)  # type: ignore[arg-type,index]  # lists
-
-
-def test_a_command_that_runs_the_script_below_another_program(run_script: ScriptRunner) -> None:
-    """A shell script, a profiler or a package manager may be in between."""
-    command = "['sh', '-c', f'{sys.executable!r} {sys.argv[0]!r} --sibling; exit $?']"
-    _, other = facts_of_ranks(run_script(MAIN.replace("devices=2", f"devices=2, command={command}")))
-    assert other["argv"][1:] == ["--sibling"]  # type: ignore[index]  # a list
 
 
 # ---------------------------------------------------------------------- refused at once
@@ -218,7 +211,9 @@ time.sleep(strategy.global_rank)  # the main script waits for its sibling
 """
 
 
-@pytest.mark.parametrize("kinds", [(), ("tcp", "tcp", "tcp")], ids=["private", "tcp"])
+@pytest.mark.parametrize(
+    "kinds", [("tcp", "tcp", "tcp"), pytest.param((), marks=pytest.mark.soak)], ids=["tcp", "private"]
+)
 def test_later_launches_use_the_same_processes(kinds: tuple[str, ...], run_script: ScriptRunner) -> None:
     """Three jobs use one pair of processes; every rank runs to the end of the script, with exit code 0."""
     result = run_script(THRICE, *kinds)
@@ -406,7 +401,12 @@ AFTER = """
         pytest.param(
             "if strategy.global_rank == 1: sys.exit(4)", 4, "exited with code 4", marks=pytest.mark.soak
         ),
-        ("if strategy.global_rank == 1: os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
+        pytest.param(
+            "if strategy.global_rank == 1: os.kill(os.getpid(), 9)",
+            137,
+            "was killed by SIGKILL",
+            marks=pytest.mark.soak,
+        ),
         pytest.param(
             "if strategy.global_rank == 0: raise ValueError('in main')",
             1,
@@ -476,6 +476,7 @@ def test_a_sibling_that_does_not_start_is_an_error(run_script: ScriptRunner) -> 
     assert "exited with code 1 before it had started" in result.stderr
 
 
+@pytest.mark.soak  # tests/unit/launchers/test_multiprocess.py has the refusal
 def test_spawn_without_the_main_guard_says_what_to_do(run_script: ScriptRunner) -> None:
     """A script that launches while a worker imports it: the end of the error names the main guard."""
     source = """
@@ -496,28 +497,6 @@ def test_a_sibling_that_goes_another_way_is_an_error(run_script: ScriptRunner) -
     result = run_script(source)
     assert result.returncode == 1, result
     assert "exited with code 0 before it had finished" in result.stderr
-
-
-def test_a_sibling_that_left_between_two_jobs(run_script: ScriptRunner) -> None:
-    """A sibling that ends before the next job, even with 0, fails it at once rather than at init_timeout."""
-    source = """
-        import os, psutil, time
-        import rankwise
-        from rankwise.strategies import DDPStrategy
-        strategy = DDPStrategy(accelerator="cpu", devices=2)
-        strategy.launch(lambda s: os.getpid())
-        if not strategy.is_global_zero:
-            os._exit(0)
-        sibling = strategy.results[1]
-        while psutil.pid_exists(sibling):  # until the thread that supervises it has waited for it
-            time.sleep(0.02)
-        time.sleep(0.2)
-        strategy.launch(lambda s: None)
-    """
-    result = run_script(source)
-    assert result.returncode == 1, result
-    assert "global_rank=1" in result.stderr
-    assert "exited with code 0 before the next job began" in result.stderr
 
 
 def test_command_must_be_words() -> None:

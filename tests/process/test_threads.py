@@ -81,8 +81,10 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-po
     [
         ("fork",),
         ("popen",),
-        ("elastic",),
-        *(pytest.param(each, marks=pytest.mark.soak) for each in (("forkserver", "spawn"), ("torchrun",))),
+        *(
+            pytest.param(each, marks=pytest.mark.soak)
+            for each in (("elastic",), ("forkserver", "spawn"), ("torchrun",))
+        ),
     ],
     ids="-".join,
 )
