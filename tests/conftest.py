@@ -1,7 +1,5 @@
 """Fixtures of all tests. Each test is checked for what it leaves behind."""
 
-from __future__ import annotations
-
 import faulthandler
 import functools
 import os

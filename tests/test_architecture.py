@@ -1,7 +1,5 @@
 """The rules of the house, read off the source: directions of import, no cycles, what every error needs."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import re
@@ -370,12 +368,7 @@ def test_the_tree_of_errors_is_read(tmp_path: Path) -> None:
         class _Private(Base): ...
     '''
     module = plant(tmp_path, {"errors": errors})["house.errors"]
-    tree = {
-        "Base": (),
-        "Middle": ("Base", "ValueError"),
-        "Leaf": ("Middle", "KeyError"),
-        "Last": ("Base",),
-    }
+    tree = {"Base": (), "Middle": ("Base", "ValueError"), "Leaf": ("Middle", "KeyError"), "Last": ("Base",)}
     assert architecture.tree_of_errors(module) == tree
     assert architecture.bases_of_errors(module) == tree
 

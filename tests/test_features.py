@@ -1,7 +1,5 @@
 """docs/features.md: every row names existing tests, one on several processes, and one of the default tier."""
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache

@@ -5,8 +5,6 @@ process, so the leak checks of tests/conftest.py do not find them. What a test r
 marker and must end with it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """`examples/digits.py` and the doctor on a cluster: how they are started, and what they must have printed."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

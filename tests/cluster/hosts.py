@@ -1,7 +1,5 @@
 """Two hosts on this machine: network namespaces with their own names and addresses, joined by a veth pair."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A Slurm cluster of two nodes on this machine, with Slurm's own daemons."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Two hosts started by hand: one process on each, which starts the second rank there."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Mapping

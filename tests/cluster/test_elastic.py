@@ -1,7 +1,5 @@
 """`ddp_elastic` on two hosts: one ends, the other continues from the last checkpoint, the first rejoins."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Kubeflow has no server here: a PyTorchJob's command runs on two hosts, with its two pods' variables."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Real launchers of MPI, on one node and on two: Open MPI's mpirun, and MPICH's mpiexec.hydra."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

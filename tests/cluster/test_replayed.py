@@ -1,7 +1,5 @@
 """LSF, PALS and Kubeflow have no server here: their variables, as documented, in real processes."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A real Slurm cluster of two nodes: srun, sbatch, arrays, allocations, unequal tasks, submitit."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """torchrun on one node and on two, and two nodes by hand."""
 
-from __future__ import annotations
-
 import re
 import time
 

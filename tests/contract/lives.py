@@ -1,7 +1,5 @@
 """What happens to a strategy: launched twice, and given to two Trainers; importable by workers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What every strategy must do: one function that runs on each rank and returns its facts."""
 
-from __future__ import annotations
-
 import time
 from collections import namedtuple
 from collections.abc import Callable

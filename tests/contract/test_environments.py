@@ -1,7 +1,5 @@
 """Every environment keeps the same contract: typed facts from variables, or an error that names them."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Mapping

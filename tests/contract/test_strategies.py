@@ -1,7 +1,5 @@
 """Every registered strategy keeps the same contract, on two ranks (`single_device`: on one)."""
 
-from __future__ import annotations
-
 import pickle
 import warnings
 from collections.abc import Sequence

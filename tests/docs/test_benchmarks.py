@@ -1,7 +1,5 @@
 """The pages about benchmarks have what was measured; their arithmetic and simulations are right."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import signal

@@ -1,7 +1,5 @@
 """docs/clusters.md: its Python code runs, its programs exist, the doctor's output has its titles."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

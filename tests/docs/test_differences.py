@@ -1,7 +1,5 @@
 """The tables of docs/migrating.md have every difference between Lightning's names and arguments and ours."""
 
-from __future__ import annotations
-
 import ast
 import enum
 import importlib

@@ -1,7 +1,5 @@
 """The picture of the folders and their imports is the one that docs/draw_imports.py draws from the code."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every example runs as its docstring says, on two processes, and prints the expected result."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Mapping

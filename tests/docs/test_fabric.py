@@ -1,7 +1,5 @@
 """The code of docs/fabric.md runs, and prints what the page shows."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

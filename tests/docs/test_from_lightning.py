@@ -1,7 +1,5 @@
 """docs/from_lightning.md: its program runs, its table of modules is true, its command changes imports."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import subprocess

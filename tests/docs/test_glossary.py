@@ -1,7 +1,5 @@
 """The pages about the code's parts use names that exist, and the glossary has each term once."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The table of docs/hooks.md is the table in the code."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The programs of docs/keep_your_framework.md run on two ranks."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The code in docs/migrating.md parses, and its names exist."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import inspect
@@ -54,10 +52,7 @@ OBJECTS: dict[str, tuple[type, ...]] = {
     "strategy": (rankwise.DDPStrategy,),
     "trainer": (Trainer,),
     "fabric": (rankwise.Fabric,),
-    "self": (
-        *(TrainingModule, rankwise.DDPStrategy, precision.Precision),
-        callbacks.BasePredictionWriter,
-    ),
+    "self": (*(TrainingModule, rankwise.DDPStrategy, precision.Precision), callbacks.BasePredictionWriter),
     "strategy.precision": (precision.Precision,),
     "strategy.environment": (environments.ClusterEnvironment,),
     "super()": (rankwise.DDPStrategy,),

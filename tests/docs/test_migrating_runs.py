@@ -1,7 +1,5 @@
 """The lines of docs/migrating.md for a launched function run on two ranks."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

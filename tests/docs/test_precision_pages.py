@@ -1,7 +1,5 @@
 """The code in docs/precision.md and in the precision sections of docs/migrating.md works."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The README's code runs and prints what the README shows; links in all pages resolve."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

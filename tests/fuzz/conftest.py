@@ -1,7 +1,5 @@
 """How many inputs each test of this folder draws: a thousand, and in the series `soak` a hundred thousand."""
 
-from __future__ import annotations
-
 import os
 import random
 

@@ -1,7 +1,5 @@
 """Draw damaged inputs, and run a parser on many of them within limits of memory and processor time."""
 
-from __future__ import annotations
-
 import copy
 import json
 import resource

@@ -1,7 +1,5 @@
 """Damaged frames at both ends of a channel, and damaged requests and replies of the private store."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import socket

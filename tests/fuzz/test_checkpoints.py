@@ -1,7 +1,5 @@
 """Damaged checkpoint files, files of other records, and checkpoints whose parts have other shapes."""
 
-from __future__ import annotations
-
 import io
 import warnings
 import zipfile

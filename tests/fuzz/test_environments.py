@@ -1,7 +1,5 @@
 """Damaged environment variables, and node lists of Slurm: an error of ours names what cannot be right."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Damaged codes, objects and descriptions of tensors, as they come in collectives."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

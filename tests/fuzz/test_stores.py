@@ -1,7 +1,5 @@
 """Damaged values in the store of a job: identities, restarts, failures, statuses, heartbeats, messages."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

@@ -1,7 +1,5 @@
 """Every test in this folder is marked `gpu`, and skipped where there is no CUDA device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

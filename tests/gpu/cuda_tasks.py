@@ -1,7 +1,5 @@
 """What the GPU tests run in processes of their own, so that CUDA is never initialised in pytest's."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

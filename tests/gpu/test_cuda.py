@@ -1,7 +1,5 @@
 """What only a GPU can show: scaled float16, streams, NCCL, SyncBatchNorm, a shared device."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

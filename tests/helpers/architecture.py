@@ -1,7 +1,5 @@
 """Read a package's source and say which rules of the house it breaks. Imports nothing of what it reads."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import re

@@ -1,7 +1,5 @@
 """Training runs on N ranks, and what one process makes of the same global data."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

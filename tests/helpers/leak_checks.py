@@ -1,7 +1,5 @@
 """Checks for what a test leaves behind: each reports what has changed and restores it."""
 
-from __future__ import annotations
-
 import itertools
 import operator
 import os

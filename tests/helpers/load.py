@@ -1,7 +1,5 @@
 """How busy this machine is, for tests that limit how long something may take."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

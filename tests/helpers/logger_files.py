@@ -1,7 +1,5 @@
 """Read what loggers have written: event files of TensorBoard, offline runs of W&B, runs of MLflow."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Every class of torchmetrics that can be made here, with updates from the example in its documentation."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import doctest

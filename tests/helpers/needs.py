@@ -1,7 +1,5 @@
 """What a test needs beside the library: absent, it skips; but not in CI, where everything has to run."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """A port for a program that must be told one."""
 
-from __future__ import annotations
-
 import random
 import socket
 

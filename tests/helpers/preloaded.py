@@ -98,7 +98,7 @@ class PreloadedInterpreter:
     """
 
     def __init__(self, modules: Sequence[str], env: Mapping[str, str]) -> None:
-        self._env = dict(env)
+        self._env = {**env, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), env.get("PYTHONPATH", "")])}
         self._numbers = itertools.count(1)
         self._facts: dict[tuple[int, str], int] = {}
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by close

@@ -4,8 +4,6 @@ Each request on the socket names a program. The forked process becomes what an i
 for the program alone, but for the modules that are imported already.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """Find, wait for and end the processes that a test has started."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import mmap

@@ -1,7 +1,5 @@
 """Run a Python program in a session of its own, and check that it leaves no process behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -14,13 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TypedDict
 
 import psutil
+from typing_extensions import Unpack
 
 from tests.helpers import processes
 from tests.helpers.load import slowdown
-from tests.helpers.preloaded import PreloadedInterpreter, Program, preloaded
+from tests.helpers.preloaded import TORCH, PreloadedInterpreter, Program, preloaded
 
 WITHOUT_COVERAGE: Mapping[str, str | None] = {"COVERAGE_PROCESS_START": None, "COVERAGE_PROCESS_CONFIG": None}
 """`env=` for a program whose time is measured."""
@@ -213,6 +212,27 @@ def _start(
     )
 
 
+class Options(TypedDict, total=False):
+    """How a program runs.
+
+    Attributes:
+        env: variables to add to this process's; None takes one away.
+        cwd: the working directory; the test's `tmp_path` by default.
+        stdin: what the program can read.
+        fresh: whether an interpreter of its own runs it. By default a Python file is a fork of one that has
+            imported `preload`, if there are no flags, and `env` changes nothing that an interpreter or torch
+            reads when it starts. That differs in `sys.modules`, in the parent process, in what the garbage
+            collector looks at (what is imported already is frozen), and in a frame below the program's own.
+        preload: names of modules; there is one interpreter for each such tuple.
+    """
+
+    env: Mapping[str, str | None] | None
+    cwd: Path | None
+    stdin: str | None
+    fresh: bool
+    preload: tuple[str, ...]
+
+
 class ScriptRunner:
     """What the fixture `run_script` gives: call it to run a program, or `start` one to send it signals."""
 
@@ -224,86 +244,54 @@ class ScriptRunner:
         self,
         source_or_path: str | Path,
         *args: str,
-        env: Mapping[str, str | None] | None = None,
         timeout: float = 90,
         python_args: Sequence[str] = (),
-        cwd: Path | None = None,
-        stdin: str | None = None,
-        fresh: bool = False,
+        **options: Unpack[Options],
     ) -> ScriptResult:
         """Run a program, given as source text or as a path, to its end.
 
         Args:
             source_or_path: source text (str, dedented, written to `script.py`) or a file (Path).
             args: the program's own arguments.
-            env: variables to add to this process's; None takes one away.
             timeout: seconds after which the program is killed and the test fails.
             python_args: the interpreter's arguments, such as `("-X", "utf8", "-O")`.
-            cwd: the working directory; the test's `tmp_path` by default.
-            stdin: what the program can read.
-            fresh: whether an interpreter of its own runs it. By default it is a fork of one that has imported
-                torch, if `env` and `python_args` change nothing that an interpreter or torch reads when it
-                starts. That differs in `sys.modules`, in the parent process, in what the garbage collector
-                looks at (what is imported already is frozen), and in a frame below the program's own.
+            options: see `Options`.
 
         Raises:
             AssertionError: when it runs too long, or leaves a process behind.
         """
-        running = self.start(
-            source_or_path, *args, env=env, python_args=python_args, cwd=cwd, stdin=stdin, fresh=fresh
-        )
-        return running.finish(timeout=timeout)
+        return self.start(source_or_path, *args, python_args=python_args, **options).finish(timeout=timeout)
 
     def start(
         self,
         source_or_path: str | Path,
         *args: str,
-        env: Mapping[str, str | None] | None = None,
         python_args: Sequence[str] = (),
-        cwd: Path | None = None,
-        stdin: str | None = None,
-        fresh: bool = False,
+        **options: Unpack[Options],
     ) -> RunningScript:
         """Start a program, and return while it runs. Arguments as above."""
         path = self.write(source_or_path) if isinstance(source_or_path, str) else source_or_path
-        return self.start_command(
-            [sys.executable, *python_args, str(path), *args], env=env, cwd=cwd, stdin=stdin, fresh=fresh
-        )
+        return self.start_command([sys.executable, *python_args, str(path), *args], **options)
 
     def command(
-        self,
-        command: Sequence[str],
-        *,
-        env: Mapping[str, str | None] | None = None,
-        timeout: float = 90,
-        cwd: Path | None = None,
-        stdin: str | None = None,
-        fresh: bool = False,
+        self, command: Sequence[str], *, timeout: float = 90, **options: Unpack[Options]
     ) -> ScriptResult:
         """Run any command, such as `[sys.executable, "-m", "torch.distributed.run", ...]`, to its end."""
-        running = self.start_command(command, env=env, cwd=cwd, stdin=stdin, fresh=fresh)
-        return running.finish(timeout=timeout)
+        return self.start_command(command, **options).finish(timeout=timeout)
 
-    def start_command(
-        self,
-        command: Sequence[str],
-        *,
-        env: Mapping[str, str | None] | None = None,
-        cwd: Path | None = None,
-        stdin: str | None = None,
-        fresh: bool = False,
-    ) -> RunningScript:
-        """Start any command, and return while it runs. A Python file without flags is forked, see above."""
-        changes = env or {}
+    def start_command(self, command: Sequence[str], **options: Unpack[Options]) -> RunningScript:
+        """Start any command, and return while it runs."""
+        changes = options.get("env") or {}
         variables = {name: value for name, value in os.environ.items() if name not in changes}
         variables |= {name: value for name, value in changes.items() if value is not None}
         outer = os.environ.get(processes.MARKER, str(os.getpid()))  # none is set for a module's fixture
         variables[processes.MARKER] = f"{outer}/{id(self)}/{len(self._running)}"
-        interpreter = None
-        if not fresh and _is_plain(command) and preloaded().fits(variables):
-            interpreter = preloaded()
+        interpreter, preload = None, options.get("preload", TORCH)
+        if not options.get("fresh") and _is_plain(command) and preloaded(preload).fits(variables):
+            interpreter = preloaded(preload)
+        cwd = options.get("cwd") or self.folder
         running = RunningScript(
-            command, cwd=cwd or self.folder, env=variables, stdin=stdin, interpreter=interpreter
+            command, cwd=cwd, env=variables, stdin=options.get("stdin"), interpreter=interpreter
         )
         self._running.append(running)
         return running

@@ -1,7 +1,5 @@
 """Values that several tests share, such as the results of one launch."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Generic, ParamSpec, TypeVar

@@ -1,7 +1,5 @@
 """Each leak check finds what it looks for and restores it."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Limits grow with the load of the machine."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """In CI nothing skips for want of a tool: neither a test nor a stage of `.ci/run`."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

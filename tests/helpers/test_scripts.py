@@ -1,7 +1,5 @@
 """The script runner: what a program did comes back, and what it leaves behind fails the test."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal
@@ -91,6 +89,12 @@ def test_a_fork_ends_as_an_interpreter_of_its_own(run_script: ScriptRunner) -> N
         alone, forked = (run_script(source, fresh=fresh) for fresh in (True, False))
         assert alone.returncode == code
         assert (forked.returncode, forked.stdout, forked.stderr) == (code, alone.stdout, alone.stderr)
+
+
+def test_modules_of_the_tests_can_be_preloaded(run_script: ScriptRunner) -> None:
+    """Each set of modules has an interpreter of its own."""
+    source = "import sys; print('tests.helpers.ports' in sys.modules, 'torch' in sys.modules)"
+    assert run_script(source, preload=("tests.helpers.ports",)).stdout == "True False\n"
 
 
 def is_preloaded(run_script: ScriptRunner, **options: Any) -> bool:

@@ -1,7 +1,5 @@
 """A shared value is computed once, and again after a failure."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.helpers.shared import MOST_FAILURES, computed_once

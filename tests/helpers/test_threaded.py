@@ -1,7 +1,5 @@
 """Ranks as threads: they leave the process as it was, also after a failure."""
 
-from __future__ import annotations
-
 import signal
 import threading
 

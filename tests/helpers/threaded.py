@@ -1,7 +1,5 @@
 """Ranks as threads of this process, on torch's private "threaded" back end, which only this file uses."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterator

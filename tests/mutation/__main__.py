@@ -1,7 +1,5 @@
 """The command line of the mutation tester: `python -m tests.mutation`."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

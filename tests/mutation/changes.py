@@ -1,7 +1,5 @@
 """The small changes that a mutation makes to one node of a syntax tree."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

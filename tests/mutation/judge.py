@@ -1,7 +1,5 @@
 """Find the test that fails with a mutant: the nearest and shortest tests first."""
 
-from __future__ import annotations
-
 import bisect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Find the mutants of a source file, and draw some of all files by a seed."""
 
-from __future__ import annotations
-
 import ast
 import difflib
 import itertools

@@ -1,7 +1,5 @@
 """A copy of a project, with a Python environment whose programs import the copy."""
 
-from __future__ import annotations
-
 import shutil
 import site
 import sysconfig

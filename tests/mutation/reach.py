@@ -4,8 +4,6 @@ Each test file runs once under coverage, in an overlay, with the name of the tes
 in the processes that the test starts. The record is used until the source, the file or a helper changes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Judge the mutants that are drawn of a project, and report which of them survive."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Run chosen tests of an overlay of a project, with or without a mutant."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """The mutation tester finds what tests do not check; and rankwise's tests check nearly all."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

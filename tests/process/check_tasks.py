@@ -1,7 +1,5 @@
 """What the tests of `check_collectives` run on each rank: importable, so that spawned workers find it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any
@@ -40,9 +38,7 @@ def mismatches(strategy: DDPStrategy) -> dict[str, str]:
         ),
         "operation": error_text(lambda: dist.all_reduce(x, op=[dist.ReduceOp.SUM, dist.ReduceOp.MAX][rank])),
         "root": error_text(lambda: dist.broadcast(x, src=rank)),
-        "by its own name": error_text(
-            lambda: all_reduce_by_its_own_name(x) if is_zero else dist.barrier(),
-        ),
+        "by its own name": error_text(lambda: all_reduce_by_its_own_name(x) if is_zero else dist.barrier()),
         "objects": error_text(lambda: dist.all_gather_object([None, None], 1) if is_zero else dist.barrier()),
     }
     if is_zero:

@@ -1,7 +1,5 @@
 """What the ranks of the collectives' tests run; each returns what its test compares."""
 
-from __future__ import annotations
-
 import array
 import contextlib
 import time

@@ -1,7 +1,5 @@
 """Fits that continue: with a second call of `fit`, or from a checkpoint that was saved between two fits."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

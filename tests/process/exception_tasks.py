@@ -1,7 +1,5 @@
 """A module that fails on one rank, and callbacks with hooks that follow: importable from a script."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,6 @@
 """What the processes that another launcher has started run; the tests are in `test_external.py`."""
 
-from __future__ import annotations
-
+import sys
 import time
 
 import torch
@@ -9,7 +8,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from rankwise.errors import RankwiseError
 from rankwise.strategies import DDPStrategy
-from tests.process.case_server import main
 from tests.process.training_tasks import Regression, dataset, loader, quiet_trainer
 
 
@@ -63,4 +61,4 @@ def late() -> None:
 
 
 if __name__ == "__main__":
-    main(globals())
+    globals()[sys.argv[1]](*sys.argv[2:])

@@ -1,7 +1,5 @@
 """The main process of a job of the table of failures, and with `--rank` a rank that it runs again."""
 
-from __future__ import annotations
-
 import sys
 
 from tests.process.fault_tasks import fit, from_json, run_as_main

@@ -4,8 +4,6 @@ python -m pytest -m "soak or not soak" tests/process/test_fault_matrix.py -k tes
 python -m tests.process.fault_report faults.xml
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

@@ -1,7 +1,5 @@
 """Run a job of the table of failures, and observe from outside how it ends."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The table of failures: who fails, how and when, under which strategy, and what has to come of it."""
 
-from __future__ import annotations
-
 import itertools
 import signal
 from dataclasses import dataclass

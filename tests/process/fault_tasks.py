@@ -1,7 +1,5 @@
 """What the processes of one cell of the table of failures run: a short fit in which one of them fails."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """One rank fails in a known way while the other is busy in a known way; the time of the fault is recorded."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,20 +1,21 @@
 """What the process tests share: strategies on two CPU processes, and how scripts find the tests' modules."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from rankwise.strategies import DDPStrategy
+from tests.helpers.preloaded import TORCH
 from tests.helpers.processes import MARKER
-from tests.helpers.scripts import ScriptRunner
+from tests.helpers.scripts import ScriptResult, ScriptRunner
 
 REPOSITORY = Path(__file__).parents[2]
 METHODS = ("spawn", "fork", "forkserver")
@@ -53,3 +54,33 @@ def module_runner(folder: Path) -> Iterator[ScriptRunner]:
             yield runner
         finally:
             runner.kill_all()
+
+
+@dataclass(frozen=True)
+class Cases:
+    """Runs functions of a module, each as a program: `python MODULE NAME ARGUMENT...`."""
+
+    module: ModuleType
+    run_script: ScriptRunner
+
+    def __call__(self, *command: str, env: Mapping[str, str] | None = None) -> ScriptResult:
+        """Run a function, given by its name and arguments, with variables added."""
+        return self.on_each(*command, variables=[env or {}])[0]
+
+    def on_each(self, *command: str, variables: Sequence[Mapping[str, str]]) -> list[ScriptResult]:
+        """Run a function in several processes at once, each with variables of its own."""
+        path, preload = Path(str(self.module.__file__)), (*TORCH, self.module.__name__)
+        running = [
+            self.run_script.start(path, *command, env=with_tests(each), preload=preload) for each in variables
+        ]
+        return [each.finish() for each in running]
+
+
+def cases_of(module: ModuleType) -> Any:
+    """Make the fixture `cases` of a module."""
+
+    @pytest.fixture
+    def cases(run_script: ScriptRunner) -> Cases:
+        return Cases(module, run_script)
+
+    return cases

@@ -3,11 +3,8 @@
 The tests are in `test_host_programs.py` and `test_host_limits.py`.
 """
 
-from __future__ import annotations
-
 import _thread
 import asyncio
-import code
 import contextlib
 import ctypes
 import gc
@@ -32,7 +29,6 @@ import torch
 from rankwise.errors import LaunchRefusedError, WorkerError, WorkerTimedOutError
 from rankwise.processes import started_process
 from rankwise.strategies import DDPElasticStrategy, DDPStrategy, Strategy
-from tests.process.case_server import main
 
 # ---------------------------------------------------------------------- jobs
 
@@ -342,8 +338,6 @@ def wait_or_end(strategy: Strategy, how: str, end: str) -> None:
         WAITS.get(how, wait)()
     if end == "raise":
         raise ValueError("the cause")
-    if end == "exit":
-        os._exit(3)
     while "waiting" not in Path("/proc/self/fd/1").read_text():
         time.sleep(0.01)
     os.kill(os.getppid(), signal.SIGTERM)
@@ -363,13 +357,6 @@ def busy(method: str, how: str, end: str) -> None:
     thread.join()
 
 
-def killed_late() -> None:
-    """Let a rank that is killed end two seconds later."""
-    kind: Any = started_process.StartedProcess
-    kind.kill = lambda process, kill=kind.kill: threading.Timer(2.0, kill, [process]).start()
-    busy("fork", "swallow", "raise")
-
-
 def rest_of_a_script() -> None:
     """Let the second rank end by itself after a job."""
     strategy = strategy_of("popen", grace_period_s=0.0)
@@ -378,23 +365,6 @@ def rest_of_a_script() -> None:
         os._exit(3)
     time.sleep(2)
     print("the rest")
-
-
-def fail_while_handling(strategy: Strategy) -> None:
-    """Fail on rank 1, while rank 0 handles an exception for two seconds."""
-    if strategy.global_rank == 1:
-        raise ValueError("the cause")
-    try:
-        raise ConnectionError
-    except ConnectionError:
-        time.sleep(2)
-
-
-def shell() -> None:
-    """Launch in a shell, which goes on after an error."""
-    launch = partial(strategy_of("popen", grace_period_s=0.0).launch, fail_while_handling)
-    code.InteractiveConsole({"launch": launch}).runcode("launch()")  # type: ignore[arg-type]
-    print("goes on")
 
 
 def save_after_an_interrupt(strategy: Strategy) -> None:
@@ -558,4 +528,4 @@ def descriptors(method: str) -> None:
 
 
 if __name__ == "__main__":
-    main(globals())
+    globals()[sys.argv[1]](*sys.argv[2:])

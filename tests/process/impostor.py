@@ -6,8 +6,6 @@ they sent to FOLDER/read. The pickle makes the file FOLDER/code_was_run. With `A
 it connects to all ports of its network namespace: another user cannot see which process has one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

@@ -4,8 +4,6 @@ Run as `LATE=RANK python impostor_jobs.py JOB START_METHOD FOLDER [NODES]`. With
 With `STRANGER=UID` the impostor is that user; the job has to be alone in its network namespace.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Kill ranks from outside while they train, again and again, and record what each was doing."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

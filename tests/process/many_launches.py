@@ -9,8 +9,6 @@ default the last 2,000 with their stacks, about 6 KiB a launch until it is full.
 so here the recorder keeps so few that it is full before the first sample.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import itertools

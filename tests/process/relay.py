@@ -3,8 +3,6 @@
 Run as `python relay.py FOLDER`: it writes its port to FOLDER/port, and what it reads to FOLDER/relayed.
 """
 
-from __future__ import annotations
-
 import socket
 import struct
 import sys

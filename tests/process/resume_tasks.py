@@ -1,7 +1,5 @@
 """What the tests of resuming train: importable, with every kind of randomness, killed at chosen moments."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """What is trained while signals arrive: importable, so that spawned workers find it."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

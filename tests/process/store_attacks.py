@@ -1,7 +1,5 @@
 """A job whose TCP store lies: a stranger may write to it, and decides what each rank reads."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Who can reach the store of elastic agents can write a pickle there; none is loaded but a list of nodes."""
 
-from __future__ import annotations
-
 import base64
 import pickle
 import time

@@ -1,7 +1,5 @@
 """Callbacks on two ranks: one decides or writes, all agree, and the calling process has the state."""
 
-from __future__ import annotations
-
 import csv
 from datetime import timedelta
 from itertools import chain

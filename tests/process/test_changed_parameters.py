@@ -1,7 +1,5 @@
 """Parameters that are frozen, unfrozen or added within a fit, on real processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A full disk or SIGKILL while a checkpoint is written: the previous checkpoint always loads."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import os

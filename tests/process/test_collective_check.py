@@ -1,7 +1,5 @@
 """`check_collectives=True`: ranks that call different collectives all get an error with each rank's call."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

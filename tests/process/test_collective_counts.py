@@ -1,7 +1,5 @@
 """The number of collectives of a step on two processes, by gloo's own sequence numbers."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Distributed utilities on three processes: one test for each row of that section of the features."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Several training loaders on two ranks: each is split, and the ranks train as one process would."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

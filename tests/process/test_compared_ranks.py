@@ -1,7 +1,5 @@
 """Ranks that end a fit with different values fail the test, however their processes were started."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 
@@ -11,7 +9,7 @@ from rankwise.callbacks import Callback
 from rankwise.errors import RankMismatchError, WorkerRaisedError
 from tests.helpers.scripts import ScriptRunner
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
-from tests.process.helpers import METHODS, ddp, with_tests
+from tests.process.helpers import ddp, with_tests
 from tests.process.training_tasks import Drift, Regression, fit_one_step
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -37,14 +35,16 @@ def test_threads(what: str, name: str) -> None:
     assert next(iter(caught.value.differences)) == name
 
 
-@pytest.mark.parametrize("start_method", METHODS)
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
 def test_started_processes(start_method: str) -> None:
     """The error reaches the process that has started the ranks."""
     with pytest.raises(WorkerRaisedError, match=r"RankMismatchError[^!]*parameter 'net\.2\.bias'"):
         fit_one_step(ddp(start_method), callbacks=[Drift()])
 
 
-@pytest.mark.parametrize("command", [(), TORCHRUN], ids=["ddp", "torchrun"])
+@pytest.mark.parametrize(
+    "command", [(), pytest.param(TORCHRUN, marks=pytest.mark.soak)], ids=["ddp", "torchrun"]
+)
 def test_scripts(command: tuple[str, ...], run_script: ScriptRunner) -> None:
     """A script fails: its main process, and each that torchrun has started."""
     path = run_script.write("""

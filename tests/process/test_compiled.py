@@ -1,7 +1,5 @@
 """Compiled modules are wrapped and trained like others."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The counterparts of Composer's `trainer.ddp` on two processes: sync modes, their context, wrapping."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

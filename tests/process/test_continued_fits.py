@@ -1,7 +1,5 @@
 """A second fit of a module, and a fit from a checkpoint saved between two fits, equal one long fit."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

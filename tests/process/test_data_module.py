@@ -1,7 +1,5 @@
 """A data module in other processes: prepared once, split over the ranks, its attributes in the caller."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Two ranks and their workers read in one process's order, and draw random numbers of their own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a custom DDP plug-in of PyTorch Lightning 1.1 could do, in one strategy on two processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

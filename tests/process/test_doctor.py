@@ -1,7 +1,5 @@
 """`python -m rankwise doctor` on this machine, alone and with ranks that are there."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """`ddp_elastic`: after a failure all ranks restart and training continues; after the last one it raises."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

@@ -1,7 +1,5 @@
 """Evaluation and prediction on any number of ranks use each sample once, in order, as one process does."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

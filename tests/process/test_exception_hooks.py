@@ -1,7 +1,5 @@
 """Hooks after a failure: the job ends whatever they do, a save is the rank's own, collectives are refused."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import time

@@ -1,12 +1,8 @@
 """An uncaught failure ends the script with the exit code of the rank that failed."""
 
-from __future__ import annotations
-
 import pytest
 
-from tests.helpers.scripts import ScriptResult, ScriptRunner
-from tests.helpers.shared import computed_once
-from tests.process.helpers import module_runner
+from tests.helpers.scripts import ScriptRunner
 
 JOB = """
 import atexit, gc, os, signal, sys, threading, time
@@ -85,39 +81,11 @@ def run(method, how, way="launch"):
         say("as before:", sys.excepthook is sys.__excepthook__)
     else:
         strategy_of(method).launch(job, how)
-"""
 
-# Every case in a fork of one script that has imported all: it fails as a script of its own would.
-ALL = (
-    JOB
-    + """
-from rankwise.processes.fork_safety import import_dynamo
 
-if __name__ == "__main__":
-    import_dynamo()
-    gc.freeze()  # what is there already need not be searched by each when it ends
-    for case in sys.argv[1:]:
-        say("case", case)
-        sys.stderr.write(f"case {case}\\n")
-        sys.stderr.flush()
-        pid = os.fork()
-        if pid == 0:
-            break
-        say("code", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-    else:
-        sys.exit()
-    run("fork", *case.split("/"))
-"""
-)
-
-ONE = (
-    JOB
-    + """
 if __name__ == "__main__":
     run(*sys.argv[1:])
 """
-)
-
 CODES = {
     "_exit/launch": 3,
     "kill/launch": 137,
@@ -133,44 +101,22 @@ CODES = {
 }
 
 
-class Outputs:
-    """What each case has printed."""
-
-    def __init__(self, result: ScriptResult) -> None:
-        assert result.returncode == 0, result
-        self.stdout, self.stderr = (
-            dict(part.split("\n", 1) for part in text.split("case ")[1:])
-            for text in (result.stdout, result.stderr)
-        )
-
-
-@pytest.fixture
-@computed_once
-def outputs(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
-    """Run all cases."""
-    with module_runner(tmp_path_factory.mktemp("codes")) as runner:
-        return Outputs(runner(ALL, *CODES, timeout=180))
-
-
 @pytest.mark.parametrize("case", CODES)
-def test_the_code_is_the_culprits(case: str, outputs: Outputs) -> None:
-    """The exit code is the failed rank's; exit hooks have run, the error is printed."""
-    assert f"code {CODES[case]}\n" in outputs.stdout[case], outputs.stdout
-    assert "exit hooks ran" in outputs.stdout[case]
-    if "own hook" not in case and "caught" not in case:
-        assert outputs.stderr[case].count("Worker global_rank=1 ") == 1
+def test_the_code_is_the_culprits(case: str, run_script: ScriptRunner) -> None:
+    """The exit code is the failed rank's; exit hooks have run, the error is printed.
 
-
-def test_ones_own_excepthook_is_called(outputs: Outputs) -> None:
-    """The script's own `sys.excepthook` prints the error, and nothing else is printed."""
-    assert "own hook WorkerExitedError" in outputs.stdout["_exit/own hook"]
-    assert outputs.stderr["_exit/own hook"] == ""
-
-
-@pytest.mark.parametrize("case", ["kill/caught", "_exit/thread"])
-def test_what_is_caught_leaves_no_hook(case: str, outputs: Outputs) -> None:
-    """`sys.excepthook` is restored when the error is caught, and never changes in a thread."""
-    assert "as before: True" in outputs.stdout[case]
+    A `sys.excepthook` of the script's own prints it instead. `sys.excepthook` is restored when the error is
+    caught, and never changes in a thread.
+    """
+    result = run_script(JOB, "fork", *case.split("/"))
+    assert result.returncode == CODES[case], result
+    assert "exit hooks ran" in result.stdout
+    if "own hook" in case:
+        assert ("own hook WorkerExitedError" in result.stdout, result.stderr) == (True, ""), result
+    elif "caught" not in case:
+        assert result.stderr.count("Worker global_rank=1 ") == 1, result
+    if case in ("kill/caught", "_exit/thread"):
+        assert "as before: True" in result.stdout, result
 
 
 @pytest.mark.parametrize(
@@ -185,7 +131,7 @@ def test_what_is_caught_leaves_no_hook(case: str, outputs: Outputs) -> None:
 )
 def test_other_ways_to_start(method: str, how: str, way: str, code: int, run_script: ScriptRunner) -> None:
     """The same for the other start methods, with the Trainer and without."""
-    running = run_script.start(ONE, method, how, way, fresh=True)
+    running = run_script.start(JOB, method, how, way, fresh=True)
     result = running.finish(timeout=180, leftover_grace_s=20)  # a forkserver takes its time to unload torch
     assert result.returncode == code, result
     assert result.stderr.count("Worker global_rank=1 ") == 1, result

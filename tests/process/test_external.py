@@ -1,7 +1,5 @@
 """Processes that another launcher has started: torchrun, or two shells with variables set by hand."""
 
-from __future__ import annotations
-
 import pickle
 import socket
 import sys
@@ -13,10 +11,9 @@ from tests.helpers.ports import free_port
 from tests.helpers.scripts import ScriptResult, ScriptRunner
 from tests.helpers.shared import computed_once
 from tests.process import external_cases
-from tests.process.case_runner import CaseRunner, runner_of
-from tests.process.helpers import module_runner
+from tests.process.helpers import Cases, cases_of, module_runner
 
-cases = runner_of(external_cases)
+cases = cases_of(external_cases)
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 
@@ -211,27 +208,27 @@ def test_variables_set_by_hand(run_script: ScriptRunner) -> None:
         assert "(devices=3 x num_nodes=1), but plain started 2." in result.stdout
 
 
-def test_what_env_needs_is_a_job_on_one_node(cases: CaseRunner) -> None:
+def test_what_env_needs_is_a_job_on_one_node(cases: Cases) -> None:
     """`RANK`, `WORLD_SIZE` and `MASTER_*` on loopback are one job, not two that train on all data."""
-    results = cases.on_each("fit", _variables("RANK", WORLD_SIZE="2"))
+    results = cases.on_each("fit", variables=_variables("RANK", WORLD_SIZE="2"))
     assert [result.stdout for result in results] == ["0 2 4\n", "1 2 4\n"], results
 
 
-def test_a_trainer_in_a_process_group_by_env(cases: CaseRunner) -> None:
+def test_a_trainer_in_a_process_group_by_env(cases: Cases) -> None:
     """It uses the user's group and its store, leaves the group, and trains when that is gone, too."""
-    results = cases.on_each("fit_in_own_group", _variables("RANK", "LOCAL_RANK", WORLD_SIZE="2"))
+    results = cases.on_each("fit_in_own_group", variables=_variables("RANK", "LOCAL_RANK", WORLD_SIZE="2"))
     assert [result.returncode for result in results] == [0, 0], results
     assert [result.stdout for result in results] == ["[(4, 2), (4, 2), (4, 2)] 2.0 False\n"] * 2, results
 
 
-def test_local_ranks_without_ranks_are_refused(cases: CaseRunner) -> None:
+def test_local_ranks_without_ranks_are_refused(cases: Cases) -> None:
     """`LOCAL_RANK` and `MASTER_*` without `RANK` were two whole jobs: an error, in every process."""
-    for result in cases.on_each("fit", _variables("LOCAL_RANK")):
+    for result in cases.on_each("fit", variables=_variables("LOCAL_RANK")):
         assert result.stdout.startswith("EnvironmentVariableError: The variables of plain"), result
         assert "RANK, WORLD_SIZE is not set" in result.stdout
 
 
-def test_a_timeout_says_where_the_others_are(cases: CaseRunner, tmp_path: Path) -> None:
+def test_a_timeout_says_where_the_others_are(cases: Cases, tmp_path: Path) -> None:
     """With no supervisor, ranks ask each other: step, phase, host, stacks, torch's flight record.
 
     And rank 0 reports the one that lags while it does.
@@ -239,7 +236,7 @@ def test_a_timeout_says_where_the_others_are(cases: CaseRunner, tmp_path: Path) 
     variables = {"TORCH_FR_BUFFER_SIZE": "50", "TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "record")}
     variables["RES_OPTIONS"] = "timeout:1"  # a name that nobody looks up in time is given up before the ranks
     ranks = _variables("RANK", "LOCAL_RANK", WORLD_SIZE="2", **variables)
-    waiting, late = cases.on_each("late", ranks)
+    waiting, late = cases.on_each("late", variables=ranks)
     assert waiting.returncode == late.returncode == 1
     assert "WorkerTimedOutError: Worker global_rank=0 " in waiting.stderr, waiting
     assert "waited too long for global_rank=1" in waiting.stderr

@@ -1,7 +1,5 @@
 """`Fabric` on real processes: exact training, failures, checkpoints; scripts without a function."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,10 +20,7 @@ from tests.unit.fabric.helpers import Classifier, data, fabric, largest_differen
 
 def trained(one: Fabric, path: Path) -> dict[str, Any]:
     """Train in several ways, with shuffled data; save and load; return what the ranks have."""
-    weights = {
-        "plain": train(one),
-        "accumulated": train(one, accumulate=2, clip=0.05),
-    }
+    weights = {"plain": train(one), "accumulated": train(one, accumulate=2, clip=0.05)}
     own = Classifier()
     module = one.setup(own)
     one.save(path, {"model": module, "weights": weights["plain"]})

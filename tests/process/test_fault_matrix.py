@@ -1,7 +1,5 @@
 """Each cell of the table of failures: how long it takes, what the caller gets, what is left."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """A fit on two processes that continues from a checkpoint which somebody else has changed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

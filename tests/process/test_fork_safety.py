@@ -1,7 +1,5 @@
 """Forking a process that has used several threads; processes that a rank forks end with it."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

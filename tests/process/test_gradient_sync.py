@@ -1,7 +1,5 @@
 """Communication hooks, weights and sharded optimizers through the Trainer, on two real processes."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What ends with a killed rank or agent, in whatever state it is."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.helpers.load import slowdown

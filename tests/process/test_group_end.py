@@ -1,7 +1,5 @@
 """The threads of a process group end with the job, whoever has the last reference to the group."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

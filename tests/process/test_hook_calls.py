@@ -1,7 +1,5 @@
 """Hooks of the module on two ranks: they agree to end an epoch, and overridden hooks change no weight."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

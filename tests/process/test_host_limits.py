@@ -1,21 +1,19 @@
 """Programs in which a job cannot be started, or that use what a job uses, too."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.helpers.ports import free_port
 from tests.helpers.scripts import ScriptResult, ScriptRunner
 from tests.helpers.shared import computed_once
 from tests.process import host_cases
-from tests.process.case_runner import CaseRunner, runner_of
+from tests.process.helpers import Cases, cases_of, combinations
 from tests.process.test_host_programs import ALL_METHODS, ELASTIC, METHODS, by_seccomp
 
-cases = runner_of(host_cases)
+cases = cases_of(host_cases)
 
 
 @pytest.mark.parametrize("method", [*METHODS, *ELASTIC])
-def test_patched_threads(method: str, cases: CaseRunner) -> None:
+def test_patched_threads(method: str, cases: Cases) -> None:
     """What replaces Python's threads is refused by name."""
     result = cases("patched_threads", method, "2")
     assert "LaunchRefusedError" in result.stdout, result
@@ -24,7 +22,7 @@ def test_patched_threads(method: str, cases: CaseRunner) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_patched_threads_where_ranks_exist(world_size: int, cases: CaseRunner) -> None:
+def test_patched_threads_where_ranks_exist(world_size: int, cases: Cases) -> None:
     """A rank that another launcher has started refuses them too, unless it is alone."""
     places = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
     env = {**places, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -34,7 +32,7 @@ def test_patched_threads_where_ranks_exist(world_size: int, cases: CaseRunner) -
 
 
 @pytest.mark.parametrize("method", [*METHODS, *ELASTIC])
-def test_too_few_files(method: str, cases: CaseRunner) -> None:
+def test_too_few_files(method: str, cases: Cases) -> None:
     """The limit is named before anything is started, or the job works; nothing is left."""
     result = cases("few_files", method)
     assert result.returncode == 0, result
@@ -57,7 +55,7 @@ def test_too_few_files(method: str, cases: CaseRunner) -> None:
     ],
     ids=["processes", "memory", "threads"],
 )
-def test_too_few_processes(situation: str, problem: str, method: str, cases: CaseRunner) -> None:
+def test_too_few_processes(situation: str, problem: str, method: str, cases: Cases) -> None:
     """The limit is named, and no process is left."""
     result = cases("few_processes", situation, method)
     assert result.returncode == 0, result
@@ -145,9 +143,15 @@ def test_a_program_that_has_left_a_removed_directory(
     )
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("how", ["handler", "default", "before"])
-def test_a_rank_that_handles_sigusr2(how: str, method: str, cases: CaseRunner) -> None:
+@pytest.mark.parametrize(
+    ("how", "method"),
+    combinations(
+        ("handler", "default", "before"),
+        ("fork", "popen", "spawn", "forkserver"),
+        quick=[("handler", "popen"), ("default", "fork"), ("before", "fork")],
+    ),
+)
+def test_a_rank_that_handles_sigusr2(how: str, method: str, cases: Cases) -> None:
     """The supervisor asks for its stacks by another signal, and the signal reaches the user's handler."""
     result = cases("handles_sigusr2", method, how)
     assert "WorkerTimedOutError (1,)" in result.stdout, result
@@ -158,7 +162,7 @@ def test_a_rank_that_handles_sigusr2(how: str, method: str, cases: CaseRunner) -
 
 @pytest.fixture
 @computed_once
-def forking_script(cases: CaseRunner) -> ScriptResult:
+def forking_script(cases: Cases) -> ScriptResult:
     """Run a script in which one rank forks after a job, and then the other one."""
     return cases("forks_after_a_job")
 
@@ -179,7 +183,7 @@ def test_a_script_that_forks_after_a_job(rank: int, forking_script: ScriptResult
 
 @pytest.fixture(params=METHODS)
 @computed_once
-def left_descriptors(request: pytest.FixtureRequest, cases: CaseRunner) -> ScriptResult:
+def left_descriptors(request: pytest.FixtureRequest, cases: Cases) -> ScriptResult:
     """Run a program that counts its descriptors, as usual and where SIGCHLD is ignored."""
     return cases("descriptors", request.param)
 

@@ -1,7 +1,5 @@
 """Hyperparameters and attributes of modules that train in other processes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What importing rankwise does, and what it does not."""
 
-from __future__ import annotations
-
 from tests.helpers.scripts import ScriptRunner
 
 COLLECTIONS = """

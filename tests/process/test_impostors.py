@@ -1,7 +1,5 @@
 """A process that takes a rank's place in gloo runs no code and reads no object; its error says so."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil
@@ -108,7 +106,7 @@ def test_a_new_group_that_a_rank_comes_late_to(late: int, attack: Attack) -> Non
     assert attack("new_group", "fork", late)["ended_with_our_error"]
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [1, pytest.param(0, marks=pytest.mark.soak)])
 def test_an_outcome_that_no_rank_has_written(late: int, attack: Attack) -> None:
     """A rank that finds an impostor raises that, whatever the store says of the comparison."""
     assert attack("forged_outcomes", "fork", late)["ended_with_our_error"]
@@ -122,7 +120,7 @@ def test_the_further_connections_of_a_group(variable: str, attack: Attack) -> No
     assert any(seen["ended_with_our_error"] for seen in tries)
 
 
-CASES = [("broadcast", "fork", 1), ("fit", "fork", 1), ("fit", "elastic", 1), ("broadcast", "fork", 2)]
+CASES = [("broadcast", "fork", 1), ("fit", "elastic", 1), ("broadcast", "fork", 2)]
 
 
 @pytest.mark.parametrize(("job", "start_method", "nodes"), CASES)

@@ -1,7 +1,5 @@
 """Workers begin with the random state and torch's flags of the process that launches them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +12,7 @@ from rankwise import DDPElasticStrategy, seed_everything
 from rankwise.launchers.process_state import ProcessState
 from rankwise.seed import given_seed
 from rankwise.strategies import Strategy
-from tests.process.helpers import METHODS, ddp
+from tests.process.helpers import ddp
 
 Facts = dict[str, Any]
 MEMORY: Any = torch.utils.deterministic  # typed without its attribute
@@ -64,7 +62,9 @@ def caller() -> Iterator[Facts]:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("start_method", METHODS)
+@pytest.mark.parametrize(
+    "start_method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.soak)]
+)
 def test_ranks_begin_as_the_caller_is(start_method: str, caller: Facts) -> None:
     """Each rank has the caller's flags, and draws what the caller would draw; so do those of a second job."""
     strategy = ddp(start_method)

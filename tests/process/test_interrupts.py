@@ -1,7 +1,5 @@
 """Ctrl-C in training: what was trained is kept, by the caller and in a checkpoint; the second one ends it."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

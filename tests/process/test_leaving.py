@@ -1,7 +1,5 @@
 """What a rank still does at the end of its job: threads, exit hooks, checkpoints."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Lightning's own `Trainer` and `Fabric` on rankwise's strategies."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys
@@ -14,8 +12,6 @@ import pytest
 from tests.helpers.load import slowdown
 from tests.helpers.ports import free_port
 from tests.helpers.scripts import WITHOUT_COVERAGE, RunningScript, ScriptResult, ScriptRunner
-from tests.helpers.shared import SharedValues
-from tests.process.forked_programs import ForkedProgram, run_forked
 
 SOAK = pytest.mark.soak
 TORCHRUN = "torchrun"
@@ -24,11 +20,7 @@ OTHERS = ("rankwise_ddp", "rankwise_ddp_spawn", "rankwise_ddp_forkserver")
 STRATEGIES = ["rankwise_ddp_fork", *(pytest.param(name, marks=SOAK) for name in OTHERS)]
 STARTS = [*STRATEGIES, pytest.param(TORCHRUN, marks=SOAK)]
 """What starts the two ranks: a strategy, or torchrun. The default is the fastest."""
-SHELLS = ("0", "1")  # a rank in each
 IMPORTED = ("torch._dynamo", "lightning.pytorch")
-_ended: SharedValues[dict[tuple[str, ...], ScriptResult]] = SharedValues()
-
-pytestmark = pytest.mark.timeout(420)  # the first test runs the programs of several
 
 
 def start(
@@ -37,34 +29,15 @@ def start(
     """Start a program with a strategy's name and `args`; or under torchrun, twice."""
     path = run_script.write(source)
     if how != TORCHRUN:
-        return run_script.start(path, how, *args, env=env)
+        return run_script.start(path, how, *args, env=env, preload=IMPORTED)
     options = ["--nproc-per-node=2", f"--master-port={free_port()}"]
     command = [sys.executable, "-m", "torch.distributed.run", *options, str(path), "rankwise_ddp", *args]
     return run_script.start_command(command, env=env)
 
 
 def run(run_script: ScriptRunner, *program: str, env: Mapping[str, str | None] | None = None) -> ScriptResult:
-    """Run a program, given as for `start`, to its end; those of `FORKED` run once, all together."""
-    if program in FORKED:
-        return ended_together(run_script)[program]
+    """Run a program, given as for `start`, to its end."""
     return start(run_script, *program, env=env).finish(timeout=240)
-
-
-def ended_together(run_script: ScriptRunner) -> dict[tuple[str, ...], ScriptResult]:
-    """Return how the programs of `run_together` ended, which are run once."""
-    return _ended.get("all", lambda: run_together(run_script))
-
-
-def run_together(run_script: ScriptRunner) -> dict[tuple[str, ...], ScriptResult]:
-    """Run the programs of `FORKED` and two shells in forks of a process that has imported Lightning."""
-    groups = [
-        [ForkedProgram(run_script.write(source, f"{number}/script.py"), args)]
-        for number, (source, *args) in enumerate(FORKED)
-    ]
-    path, port = run_script.write(OWN_ENVIRONMENT, "shells/script.py"), str(free_port())
-    shells = [ForkedProgram(path, (), {"OUR_RANK": rank, "OUR_PORT": port}) for rank in SHELLS]
-    names = [*FORKED, *((OWN_ENVIRONMENT, rank) for rank in SHELLS)]
-    return dict(zip(names, run_forked(run_script, IMPORTED, [*groups, shells]), strict=True))
 
 
 MODULE = """
@@ -461,18 +434,12 @@ if __name__ == "__main__":
 @pytest.mark.quick
 def test_a_cluster_environment_of_lightnings(run_script: ScriptRunner) -> None:
     """One given as a plug-in determines ranks and address, in Lightning's Trainer and in rankwise's."""
-    ended = ended_together(run_script)
-    shells = [last_line(ended[OWN_ENVIRONMENT, rank]) for rank in SHELLS]
+    path, port = run_script.write(OWN_ENVIRONMENT), str(free_port())
+    ranks = [{"OUR_RANK": str(rank), "OUR_PORT": port} for rank in range(2)]
+    running = [run_script.start(path, env=each, preload=IMPORTED) for each in ranks]
+    shells = [last_line(each.finish()) for each in running]
     (first, second), (other_first, other_second) = shells
     for rank, (theirs, ours) in enumerate([(first, second), (other_first, other_second)]):
         assert theirs[:3] == ours[:3] == [rank, 2, 1]
         check_rows(ours[3], theirs[3])
     check_rows(other_first[3], first[3])
-
-
-FORKED = (
-    (STAGES, "rankwise_ddp_fork"),
-    (FAILURE, "rankwise_ddp_fork", "raise"),
-    (FUNCTION, "rankwise_ddp_fork"),
-    (REST_OF_SCRIPT, "rankwise_ddp", "end"),
-)

@@ -1,7 +1,5 @@
 """Modules, data modules and callbacks of Lightning's own classes in a rankwise Trainer."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

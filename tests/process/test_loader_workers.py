@@ -1,7 +1,5 @@
 """Stuck DataLoader workers end when their rank ends them or exits, and for no other reason."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

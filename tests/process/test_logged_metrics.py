@@ -1,7 +1,5 @@
 """Logged numbers and metric objects on several ranks: the values of one process, also after a resumption."""
 
-from __future__ import annotations
-
 import csv
 import math
 from collections.abc import Callable

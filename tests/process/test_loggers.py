@@ -1,7 +1,5 @@
 """All loggers at once on two processes: one rank writes, and a failure leaves what was logged."""
 
-from __future__ import annotations
-
 import csv
 import importlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What ended a job is reported, whatever exceptions and values are made of."""
 
-from __future__ import annotations
-
 import operator
 import os
 import sys
@@ -133,7 +131,8 @@ RAISES_UNDER_TORCHRUN = """
 """
 
 
-@pytest.mark.parametrize("kind", [TextHangs, pytest.param(TextExits, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", [TextHangs, TextExits])
 def test_an_exception_under_torchrun_whose_text_is_in_the_way(
     kind: type[Exception], run_script: ScriptRunner
 ) -> None:

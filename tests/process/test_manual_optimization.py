@@ -1,7 +1,5 @@
 """Manual optimization on two ranks: equal gradients after each backward pass, and one process's weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

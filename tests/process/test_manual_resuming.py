@@ -1,7 +1,5 @@
 """Manual optimisation that accumulates gradients over batches: they go through checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

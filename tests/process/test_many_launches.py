@@ -1,7 +1,5 @@
 """One program that launches many times, well and badly in turn, has no more of anything at the end."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """Mistakes between ranks: one error on every rank, before anything hangs."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
@@ -70,10 +68,7 @@ class Different(Regression):
     ("what", "expected"),
     [
         ("version", "the version of rankwise: "),
-        (
-            "frozen",
-            "'net.0.bias': float64, shape (7,) on global_rank 0; float64, shape (7,), frozen on",
-        ),
+        ("frozen", "'net.0.bias': float64, shape (7,) on global_rank 0; float64, shape (7,), frozen on"),
         ("loader", "the training loader: 16 samples, 4 batches on global_rank 0; 20 samples, 5 batches on"),
         ("loaders", "the number of validation loaders: 1 on global_rank 0; 2 on global_rank 1"),
     ],

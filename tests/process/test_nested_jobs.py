@@ -1,7 +1,5 @@
 """A `single_device` strategy within a job of several ranks: each rank trains and evaluates by itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`ddp_notebook` in a real Jupyter kernel: definitions, output and exceptions of cells, the interrupt."""
 
-from __future__ import annotations
-
 import importlib
 import threading
 import time

@@ -1,7 +1,5 @@
 """Programs of other frameworks, unchanged, in a function that a strategy launches."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

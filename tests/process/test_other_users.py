@@ -1,7 +1,5 @@
 """Another user of the machine cannot access a job: no listener, file, descriptor or memory."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

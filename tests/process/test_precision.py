@@ -1,7 +1,5 @@
 """Precision on two ranks: both have the same weights and skip the same steps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What the forkserver imports."""
 
-from __future__ import annotations
-
 import gc
 
 from rankwise.strategies import DDPStrategy, Strategy

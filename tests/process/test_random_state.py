@@ -1,7 +1,5 @@
 """The random state outside of stages is the same for any number of ranks; each stage draws new numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Ranks that do not meet, and process groups that exist already."""
 
-from __future__ import annotations
-
 import socket
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """A run whose processes are killed resumes from its last checkpoint, with the same result."""
 
-from __future__ import annotations
-
 import random
 import time
 from pathlib import Path

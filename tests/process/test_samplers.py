@@ -1,7 +1,5 @@
 """Samplers that draw random numbers give two ranks one process's samples, in every stage; or an error."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from itertools import chain

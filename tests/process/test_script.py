@@ -1,7 +1,5 @@
 """Strategy `ddp` runs the script again for each other rank, with its command line, or refuses at once."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import json
@@ -87,6 +85,7 @@ def test_a_module_is_run_again_as_a_module(run_script: ScriptRunner) -> None:
     assert first["cwd"] == other["cwd"] == str(run_script.folder / "elsewhere")
 
 
+@pytest.mark.soak  # tests/unit/processes/test_command_line.py has such commands, too
 def test_code_on_the_command_line_is_run_again(run_script: ScriptRunner) -> None:
     """`python -bc ...`, its flags in one word, is run again with its code and arguments."""
     _, other = facts_of_ranks(run_script.command([sys.executable, "-bc", MAIN, "one", "two"]))
@@ -105,19 +104,11 @@ def test_a_changed_argv_and_directory_do_not_matter(run_script: ScriptRunner) ->
 
 
 def test_a_command_of_ones_own_is_run(run_script: ScriptRunner) -> None:
-    """`command=` is run instead of the process's own command line."""
-    source = MAIN.replace(
-        "devices=2", "devices=2, command=[sys.executable, '-X', 'utf8', sys.argv[0], '--sibling']"
-    )
+    """`command=` is run instead of the process's own, also below a shell script or another program."""
+    command = "['sh', '-c', f'{sys.executable!r} -X utf8 {sys.argv[0]!r} --sibling; exit $?']"
+    source = MAIN.replace("devices=2", f"devices=2, command={command}")
     first, other = facts_of_ranks(run_script(source))
     assert (len(first["argv"]), other["argv"][1:], other["utf8"]) == (1, ["--sibling"], 1)  # type: ignore[arg-type,index]  # lists
-
-
-def test_a_command_that_runs_the_script_below_another_program(run_script: ScriptRunner) -> None:
-    """A shell script, a profiler or a package manager may be in between."""
-    command = "['sh', '-c', f'{sys.executable!r} {sys.argv[0]!r} --sibling; exit $?']"
-    _, other = facts_of_ranks(run_script(MAIN.replace("devices=2", f"devices=2, command={command}")))
-    assert other["argv"][1:] == ["--sibling"]  # type: ignore[index]  # a list
 
 
 # ---------------------------------------------------------------------- refused at once
@@ -153,13 +144,6 @@ def test_stdin_is_refused(run_script: ScriptRunner) -> None:
     assert "STARTED" not in result.stdout
 
 
-@pytest.mark.soak
-def test_piped_stdin_without_a_dash_is_refused(run_script: ScriptRunner) -> None:
-    """`python < script.py` is stdin too."""
-    result = run_script.command([sys.executable], stdin=REFUSED)
-    assert "REFUSED True" in result.stdout, result
-
-
 def test_an_interactive_shell_is_refused(run_script: ScriptRunner) -> None:
     """`python -i` and the prompt are refused, and the shell continues."""
     source = "exec(" + repr(REFUSED) + ")\nprint('still here')\n"
@@ -173,12 +157,6 @@ def test_an_interactive_shell_is_refused(run_script: ScriptRunner) -> None:
 def never(strategy: object) -> None:
     """Must not be run."""
     raise AssertionError
-
-
-def test_pytest_is_refused() -> None:
-    """Inside pytest the command line would run all tests again: the error names the alternative."""
-    with pytest.raises(LaunchRefusedError, match=r"(?s)inside pytest.*ddp_spawn"):
-        ddp("popen").launch(never)
 
 
 def test_a_daemon_is_refused(run_script: ScriptRunner) -> None:
@@ -233,7 +211,9 @@ time.sleep(strategy.global_rank)  # the main script waits for its sibling
 """
 
 
-@pytest.mark.parametrize("kinds", [(), ("tcp", "tcp", "tcp")], ids=["private", "tcp"])
+@pytest.mark.parametrize(
+    "kinds", [("tcp", "tcp", "tcp"), pytest.param((), marks=pytest.mark.soak)], ids=["tcp", "private"]
+)
 def test_later_launches_use_the_same_processes(kinds: tuple[str, ...], run_script: ScriptRunner) -> None:
     """Three jobs use one pair of processes; every rank runs to the end of the script, with exit code 0."""
     result = run_script(THRICE, *kinds)
@@ -421,7 +401,12 @@ AFTER = """
         pytest.param(
             "if strategy.global_rank == 1: sys.exit(4)", 4, "exited with code 4", marks=pytest.mark.soak
         ),
-        ("if strategy.global_rank == 1: os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
+        pytest.param(
+            "if strategy.global_rank == 1: os.kill(os.getpid(), 9)",
+            137,
+            "was killed by SIGKILL",
+            marks=pytest.mark.soak,
+        ),
         pytest.param(
             "if strategy.global_rank == 0: raise ValueError('in main')",
             1,
@@ -491,6 +476,7 @@ def test_a_sibling_that_does_not_start_is_an_error(run_script: ScriptRunner) -> 
     assert "exited with code 1 before it had started" in result.stderr
 
 
+@pytest.mark.soak  # tests/unit/launchers/test_multiprocess.py has the refusal
 def test_spawn_without_the_main_guard_says_what_to_do(run_script: ScriptRunner) -> None:
     """A script that launches while a worker imports it: the end of the error names the main guard."""
     source = """
@@ -511,48 +497,6 @@ def test_a_sibling_that_goes_another_way_is_an_error(run_script: ScriptRunner) -
     result = run_script(source)
     assert result.returncode == 1, result
     assert "exited with code 0 before it had finished" in result.stderr
-
-
-def test_a_sibling_that_left_between_two_jobs(run_script: ScriptRunner) -> None:
-    """A sibling that ends before the next job, even with 0, fails it at once rather than at init_timeout."""
-    source = """
-        import os, psutil, time
-        import rankwise
-        from rankwise.strategies import DDPStrategy
-        strategy = DDPStrategy(accelerator="cpu", devices=2)
-        strategy.launch(lambda s: os.getpid())
-        if not strategy.is_global_zero:
-            os._exit(0)
-        sibling = strategy.results[1]
-        while psutil.pid_exists(sibling):  # until the thread that supervises it has waited for it
-            time.sleep(0.02)
-        time.sleep(0.2)
-        strategy.launch(lambda s: None)
-    """
-    result = run_script(source)
-    assert result.returncode == 1, result
-    assert "global_rank=1" in result.stderr
-    assert "exited with code 0 before the next job began" in result.stderr
-
-
-@pytest.mark.soak
-def test_the_working_directory_of_the_tests_is_not_needed(run_script: ScriptRunner) -> None:
-    """An executable script with a `..` in its path is found again."""
-    (run_script.folder / "deep").mkdir()
-    run_script.write(MAIN)
-    command = [sys.executable, "../script.py"]
-    facts_of_ranks(run_script.command(command, cwd=run_script.folder / "deep", fresh=True))
-
-
-@pytest.mark.soak
-@pytest.mark.skipif(sys.platform == "win32", reason="symbolic links need rights on Windows")
-def test_a_linked_script_is_found_again(run_script: ScriptRunner) -> None:
-    """A script that is called through a symbolic link is run again through it."""
-    run_script.write(MAIN, "real/script.py")
-    link = run_script.folder / "link.py"
-    link.symlink_to(run_script.folder / "real" / "script.py")
-    _, other = facts_of_ranks(run_script.command([sys.executable, str(link)], fresh=True))
-    assert other["argv"] == [str(link)]
 
 
 def test_command_must_be_words() -> None:

@@ -1,7 +1,5 @@
 """Stages of one script, whose processes go on after `fit`: one model, one random state, their own ranks."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """What only one rank finds out, such as a missing file, is the same error on every rank."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Ctrl-C raises `KeyboardInterrupt` in the caller, every worker ends, the shell sees 130."""
 
-from __future__ import annotations
-
 import multiprocessing
 import signal
 import sys
@@ -85,7 +83,10 @@ def _wait_until_busy(running: RunningScript, count: int) -> None:
     time.sleep(0.2)
 
 
-@pytest.mark.parametrize("start_method", METHODS)
+@pytest.mark.parametrize(
+    "start_method",
+    ["fork", "popen", *(pytest.param(each, marks=pytest.mark.soak) for each in ("spawn", "forkserver"))],
+)
 @pytest.mark.parametrize("what", ["collective", pytest.param("loop", marks=pytest.mark.soak)])
 def test_ctrl_c(start_method: str, what: str, run_script: ScriptRunner) -> None:
     """First SIGINT to the main process alone, which its caller catches; in the next job to the whole group.

@@ -1,7 +1,5 @@
 """Sparse gradients, of `nn.Embedding(sparse=True)`, on two real processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A rank that the others wait for is reported meanwhile, and named with its stacks at the timeout."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

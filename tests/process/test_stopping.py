@@ -1,7 +1,5 @@
 """SIGTERM in training: all ranks stop after the same step, with a checkpoint and exit code 143."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """A stranger who may write to a job's TCP store reads nothing, changes nothing, and makes no rank hang."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

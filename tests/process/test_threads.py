@@ -1,7 +1,5 @@
 """Threads: how many each rank has; and a launch from a thread that the end of the program ends."""
 
-from __future__ import annotations
-
 import json
 import sys
 
@@ -83,8 +81,10 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-po
     [
         ("fork",),
         ("popen",),
-        ("elastic",),
-        *(pytest.param(each, marks=pytest.mark.soak) for each in (("forkserver", "spawn"), ("torchrun",))),
+        *(
+            pytest.param(each, marks=pytest.mark.soak)
+            for each in (("elastic",), ("forkserver", "spawn"), ("torchrun",))
+        ),
     ],
     ids="-".join,
 )

@@ -1,7 +1,5 @@
 """A timer on two ranks: when the time is up on one rank, both stop after the same step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rankwise.callbacks import Timer

@@ -1,7 +1,5 @@
 """Every class of torchmetrics gives on several ranks what it gives in one process."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

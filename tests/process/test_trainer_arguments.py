@@ -1,7 +1,5 @@
 """Arguments of the Trainer on two ranks: they do there what they do on one."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Training on two ranks gives one process's weights, with one reduction for each optimizer step."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -26,8 +24,8 @@ METHODS = ("popen", "spawn", "fork", "forkserver")
 @pytest.mark.parametrize(
     ("start_method", "accumulate"),
     [
-        *((method, 1) for method in METHODS),
-        *(pytest.param(method, 4, marks=() if method == "fork" else pytest.mark.soak) for method in METHODS),
+        *(pytest.param(method, 1, marks=[pytest.mark.soak] * (method == "spawn")) for method in METHODS),
+        *(pytest.param(method, 4, marks=[pytest.mark.soak] * (method != "fork")) for method in METHODS),
     ],
 )
 def test_two_ranks_train_as_one(

@@ -1,7 +1,5 @@
 """After training in other processes the calling process has the same state as if it had trained."""
 
-from __future__ import annotations
-
 import csv
 import os
 from pathlib import Path

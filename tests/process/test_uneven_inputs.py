@@ -1,7 +1,5 @@
 """Ranks with different numbers of batches: an error on all, the shortest, or what one process would do."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -185,7 +183,7 @@ class SizedOnRankZero:
         return 1
 
 
-@pytest.mark.parametrize(("accumulate", "num_workers", "steps"), [(1, 0, (3, 4, 5)), (2, 1, (2,))])
+@pytest.mark.parametrize(("accumulate", "num_workers", "steps"), [(1, 0, (3, 5)), (2, 1, (2,))])
 def test_a_tail_without_lengths_is_resumed(
     accumulate: int, num_workers: int, steps: tuple[int, ...], tmp_path: Path
 ) -> None:

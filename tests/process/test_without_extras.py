@@ -1,7 +1,5 @@
 """rankwise without optional packages: only torch, lightning-utilities and typing-extensions are there."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import re
@@ -94,6 +92,7 @@ def test_training(run_script: ScriptRunner, without_optional: dict[str, str], st
     assert "trained" in result.stdout
 
 
+@pytest.mark.soak  # it starts ranks by every method
 def test_doctor(run_script: ScriptRunner, without_optional: dict[str, str]) -> None:
     """The doctor finds nothing wrong without NumPy."""
     command = [sys.executable, "-m", "rankwise", "doctor", "--json"]

@@ -1,7 +1,5 @@
 """What the training tests train: importable, so that spawned workers find it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Run a program on ranks and by hand, and compare all that both give."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import tempfile

@@ -1,7 +1,5 @@
 """Draw random training programs."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

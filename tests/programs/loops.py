@@ -1,7 +1,5 @@
 """Random training loops without a Trainer, of one to three wrapped modules; and the same loops by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass

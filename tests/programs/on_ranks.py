@@ -1,7 +1,5 @@
 """A program as rankwise runs it: what a script does on each rank."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

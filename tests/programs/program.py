@@ -1,7 +1,5 @@
 """What a random training program is: the data, the model, the options, and what the script does in order."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 

@@ -1,7 +1,5 @@
 """Ranks that exist for many programs: forked once, connected by gloo, each runs one job after another."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import traceback

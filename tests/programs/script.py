@@ -1,7 +1,5 @@
 """A script that runs programs of two ranks: `python script.py FOLDER`, which launches itself, or torchrun."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """Property: a random loop without a Trainer, on N ranks, trains what the same loop of one process trains."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

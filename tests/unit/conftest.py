@@ -1,7 +1,5 @@
 """Fixtures of the unit tests: leak checks once per module where they are costly; ranks without processes."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

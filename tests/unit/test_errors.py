@@ -1,7 +1,5 @@
 """The exceptions: what their text says, that fields are kept, and that they survive pickling."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 import signal

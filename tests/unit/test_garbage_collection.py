@@ -1,7 +1,5 @@
 """Doing without garbage collections: none runs, and what exists is found by a later one."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

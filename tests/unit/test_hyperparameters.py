@@ -1,7 +1,5 @@
 """The hyperparameters that an object collects from its constructors."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

@@ -1,7 +1,5 @@
 """Functions of the tensors in containers and dataclasses."""
 
-from __future__ import annotations
-
 import array
 from collections import Counter, OrderedDict, UserDict, UserString, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field

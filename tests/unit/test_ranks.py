@@ -1,7 +1,5 @@
 """RankInfo: it says who one is of how many, and refuses what cannot be; `rank_zero_only` is kept in step."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 

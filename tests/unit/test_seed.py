@@ -1,7 +1,5 @@
 """Seeding everything."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

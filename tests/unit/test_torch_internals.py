@@ -1,7 +1,5 @@
 """What rankwise uses of torch's private members, and what happens where a version of torch lacks one."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 A name is that of a script, or `hooks`. Without names everything is recorded.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

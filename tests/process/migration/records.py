@@ -3,12 +3,9 @@
 `python -m tests.process.migration.record` writes them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -60,9 +57,7 @@ def write(name: str, sources: Iterable[Path], content: Mapping[str, Any]) -> Non
     """Write a record, with the versions and the digest of the sources that it was made with."""
     RECORDS.mkdir(exist_ok=True)
     record = {"versions": versions(), "digest": digest(sources), **content}
-    text = json.dumps(record, indent=1)
-    in_one_line = re.sub(r"\[\n[\s\d,.e+-]*\]", lambda numbers: re.sub(r"\s+", "", numbers[0]), text)
-    _path(name).write_text(f"{in_one_line}\n")
+    _path(name).write_text(f"{json.dumps(record)}\n")
 
 
 def names() -> list[str]:

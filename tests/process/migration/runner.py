@@ -7,8 +7,6 @@ by commas. `RESULTS/NAME.json` holds `{"error": null}`, or a traceback; `RESULTS
 recorded.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

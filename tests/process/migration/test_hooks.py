@@ -3,8 +3,6 @@
 What Lightning calls is recorded; see `record.py`.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Mapping

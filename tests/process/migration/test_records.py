@@ -1,7 +1,5 @@
 """What Lightning gives is recorded for these scripts and versions, and differences from it are found."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

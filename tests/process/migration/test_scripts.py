@@ -3,8 +3,6 @@
 What Lightning gives is recorded; see `record.py`.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """When training stops early."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

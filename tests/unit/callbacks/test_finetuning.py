@@ -1,7 +1,5 @@
 """Freezing a part of a module, and training it later."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

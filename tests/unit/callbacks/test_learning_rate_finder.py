@@ -1,7 +1,5 @@
 """The search of a learning rate: what it tries, what it suggests, and that it leaves no traces."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import threading

@@ -1,7 +1,5 @@
 """What `LearningRateMonitor` logs, and when."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """When checkpoints are saved, which are kept, and what they are called."""
 
-from __future__ import annotations
-
 import os
 import time
 from datetime import timedelta
@@ -33,10 +31,7 @@ def fit(
 ) -> list[str]:
     """Train as many epochs as there are scores; return the names of the files that are left."""
     train = trainer(
-        folder,
-        callbacks=saving,
-        enable_checkpointing=True,
-        **{"max_epochs": len(scores), **options},
+        folder, callbacks=saving, enable_checkpointing=True, **{"max_epochs": len(scores), **options}
     )
     train.fit(Scripted(*scores), loader(), loader(), ckpt_path=ckpt_path)
     return sorted(path.name for path in Path(saving.dirpath or "").iterdir())

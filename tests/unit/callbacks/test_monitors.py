@@ -1,7 +1,5 @@
 """What `DeviceStatsMonitor` and `ThroughputMonitor` log."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a prediction writer gets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

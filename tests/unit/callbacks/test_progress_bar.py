@@ -1,7 +1,5 @@
 """The progress bar: what a terminal shows, and the lines in a file."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """The progress bar of rich."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from pathlib import Path

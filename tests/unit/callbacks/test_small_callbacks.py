@@ -1,7 +1,5 @@
 """`LambdaCallback`, `GradientAccumulationScheduler` and `ModelSummary`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +9,7 @@ from torch import nn
 
 from rankwise.callbacks import GradientAccumulationScheduler, LambdaCallback, ModelSummary
 from rankwise.callbacks.model_summary import summary_of
-from rankwise.errors import (
-    ConfigurationError,
-    InvalidArgumentError,
-    InvalidTypeError,
-    UnknownArgumentError,
-)
+from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, UnknownArgumentError
 from tests.unit.trainer.helpers import Line, loader, trainer
 
 

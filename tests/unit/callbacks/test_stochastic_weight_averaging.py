@@ -1,7 +1,5 @@
 """Averaging the last epochs, at a learning rate of their own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

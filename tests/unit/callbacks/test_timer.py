@@ -1,7 +1,5 @@
 """The timer: durations in every form, when it stops training, what it remembers."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from pathlib import Path
 from typing import Any

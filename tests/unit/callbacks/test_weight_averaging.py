@@ -1,7 +1,5 @@
 """The average of the weights: in validations, checkpoints and at the end."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, cast
 

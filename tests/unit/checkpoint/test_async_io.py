@@ -1,7 +1,5 @@
 """Checkpoints that a thread writes: their content, order and errors."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import threading

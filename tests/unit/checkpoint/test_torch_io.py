@@ -1,7 +1,5 @@
 """Checkpoint files: written atomically, and errors for damaged or hostile ones."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import datetime as dt

@@ -1,7 +1,5 @@
 """Batch sizes: of all ranks, computed before any batch is read, and of the batches that were read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

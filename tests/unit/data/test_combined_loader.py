@@ -1,7 +1,5 @@
 """`CombinedLoader`: what each mode yields, its length, the structure of its batches."""
 
-from __future__ import annotations
-
 import pickle
 from collections import namedtuple
 from typing import Any
@@ -20,11 +18,7 @@ Pair = namedtuple("Pair", ["first", "second"])
 # What Lightning 2.6's CombinedLoader({"a": A, "b": B}, mode) yields.
 LIGHTNINGS: dict[str, list[Any]] = {
     "min_size": [({"a": 0, "b": 10}, 0, 0), ({"a": 1, "b": 11}, 1, 0)],
-    "max_size_cycle": [
-        ({"a": 0, "b": 10}, 0, 0),
-        ({"a": 1, "b": 11}, 1, 0),
-        ({"a": 2, "b": 10}, 2, 0),
-    ],
+    "max_size_cycle": [({"a": 0, "b": 10}, 0, 0), ({"a": 1, "b": 11}, 1, 0), ({"a": 2, "b": 10}, 2, 0)],
     "max_size": [({"a": 0, "b": 10}, 0, 0), ({"a": 1, "b": 11}, 1, 0), ({"a": 2, "b": None}, 2, 0)],
     "sequential": [(0, 0, 0), (1, 1, 0), (2, 2, 0), (10, 0, 1), (11, 1, 1)],
 }

@@ -1,7 +1,5 @@
 """One rank's part of a sampler's items."""
 
-from __future__ import annotations
-
 import pickle
 import random
 from collections.abc import Iterator

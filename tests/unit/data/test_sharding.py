@@ -1,7 +1,5 @@
 """Loaders that are split over ranks by their indices."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Loaders that the user has already split over the ranks, shuffles, or gives a generator."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -91,8 +89,7 @@ class OfTwo(BatchSampler):
 
 
 @pytest.mark.parametrize(
-    "loader",
-    [as_sampler(plain(1, Sorted)), DataLoader(DATA, batch_sampler=OfTwo(plain(1), 2, False))],
+    "loader", [as_sampler(plain(1, Sorted)), DataLoader(DATA, batch_sampler=OfTwo(plain(1), 2, False))]
 )
 def test_evaluation_refuses_unknown_repetitions(loader: Any) -> None:
     """Unknown repetitions are an error; without repetitions such a loader does not change."""

@@ -1,7 +1,5 @@
 """What the doctor says about a mapping of variables, without starting or meeting anybody."""
 
-from __future__ import annotations
-
 import re
 import socket
 from collections.abc import Mapping
@@ -82,10 +80,7 @@ def test_impossible_devices() -> None:
 
 @pytest.mark.parametrize(
     ("environ", "said"),
-    [
-        ({"SLURM_JOB_ID": "12"}, "put srun before the command"),
-        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set"),
-    ],
+    [({"SLURM_JOB_ID": "12"}, "put srun before the command"), ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set")],
 )
 def test_notes_when_alone(environ: Mapping[str, str], said: str) -> None:
     """A scheduler's job without its starter, and a lone preset, are noted, and are no error."""

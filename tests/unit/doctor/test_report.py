@@ -1,7 +1,5 @@
 """A report says what to fix, errors first, and what to do next where nothing is wrong."""
 
-from __future__ import annotations
-
 import io
 import json
 from contextlib import redirect_stderr, redirect_stdout

@@ -1,7 +1,5 @@
 """The table of strategies shows what is registered."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """A `ClusterEnvironment` of Lightning's, given to rankwise."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

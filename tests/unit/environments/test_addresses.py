@@ -1,7 +1,5 @@
 """The main address and port from each launcher's variables and files."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """For any variables the result is an environment or one of rankwise's own errors."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An explicit choice overrides detection, also for installed environments."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Detection for many sets of variables: complete, partial, contradictory and hostile."""
 
-from __future__ import annotations
-
 import pytest
 
 from rankwise.environments import Detection, detect_environment
@@ -148,11 +146,7 @@ REFUSED: list[tuple[str, Variables, str]] = [
     ),
     ("Lightning's ranks by hand", {**by_hand(), "LOCAL_RANK": "1"}, "RANK, WORLD_SIZE is not set"),
     ("Lightning's first rank by hand", {**by_hand(0), "LOCAL_RANK": "0"}, "RANK, WORLD_SIZE is not set"),
-    (
-        "Lightning's ranks by hand, with a size",
-        without(local_plain(), "RANK"),
-        "RANK is not set",
-    ),
+    ("Lightning's ranks by hand, with a size", without(local_plain(), "RANK"), "RANK is not set"),
     ("plain without a port", without(plain(), "MASTER_PORT"), "MASTER_PORT is not set"),
     ("plain, a blank port", {**plain(), "MASTER_PORT": "  "}, "MASTER_PORT is not set"),
     (

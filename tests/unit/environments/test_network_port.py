@@ -1,7 +1,5 @@
 """The port that is computed from a job's ids."""
 
-from __future__ import annotations
-
 import itertools
 
 from rankwise.environments.network import port_of_job

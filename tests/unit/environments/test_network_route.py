@@ -1,7 +1,5 @@
 """The address at which rank 0's node listens, on hosts that resolve their own name to loopback."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Mapping
 from typing import Any

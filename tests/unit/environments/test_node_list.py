@@ -1,7 +1,5 @@
 """Parsing Slurm's node lists and counts."""
 
-from __future__ import annotations
-
 import tracemalloc
 
 import pytest

@@ -1,7 +1,5 @@
 """Requeueing a Slurm job; `scontrol` is a script of the test's."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Messages show the launcher's own variables, and no others."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

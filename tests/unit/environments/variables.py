@@ -1,7 +1,5 @@
 """Variables as launchers set them, for tests to use and to change."""
 
-from __future__ import annotations
-
 Variables = dict[str, str]
 
 

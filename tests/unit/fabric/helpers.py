@@ -1,7 +1,5 @@
 """A classifier, its data, and the loop that trains it with a Fabric."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

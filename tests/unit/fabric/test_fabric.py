@@ -1,7 +1,5 @@
 """`Fabric` in this process alone: arguments, what is set up, the loop, checkpoints, callbacks, loggers."""
 
-from __future__ import annotations
-
 import warnings
 from itertools import chain
 from pathlib import Path

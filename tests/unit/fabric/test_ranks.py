@@ -1,7 +1,5 @@
 """`Fabric` on several ranks, which are threads of this process: the same weights as on one."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from itertools import chain

@@ -1,7 +1,5 @@
 """What led to an exception, and what it says."""
 
-from __future__ import annotations
-
 import pytest
 
 from rankwise.errors import text_of

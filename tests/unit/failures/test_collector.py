@@ -1,7 +1,5 @@
 """The failures of a job: which ranks a timeout names, and records of the same failure."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import time

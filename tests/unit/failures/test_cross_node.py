@@ -1,7 +1,5 @@
 """Failures that a node's launching process publishes to the ranks of other nodes."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Exchange of failures and status between ranks that no supervisor sees together."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

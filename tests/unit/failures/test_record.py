@@ -1,7 +1,5 @@
 """Failure records: what a rank tells of its end, which of several is the cause, and the error it becomes."""
 
-from __future__ import annotations
-
 import dataclasses
 import socket
 from collections.abc import Callable

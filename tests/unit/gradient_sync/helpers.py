@@ -1,7 +1,5 @@
 """Small models in float64, on ranks that are threads, and the results of one process on the same data."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable, Sequence

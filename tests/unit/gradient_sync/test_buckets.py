@@ -1,7 +1,5 @@
 """`FlatGradients`: gradients that fill one storage are one tensor."""
 
-from __future__ import annotations
-
 import weakref
 from typing import cast
 

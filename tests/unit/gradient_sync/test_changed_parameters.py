@@ -1,7 +1,5 @@
 """Parameters that are frozen, unfrozen or added between steps train as in one process."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Communication hooks: by name, as functions, in wrappers, registered by users; and errors."""
 
-from __future__ import annotations
-
 import pickle
 import warnings
 from collections.abc import Iterator

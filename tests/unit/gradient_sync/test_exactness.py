@@ -1,7 +1,5 @@
 """Property: N ranks, here threads, get the weights of one process on the same global data."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

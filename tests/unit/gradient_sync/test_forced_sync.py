@@ -1,7 +1,5 @@
 """Forced sync: exact averages if ranks have different gradients, with few collectives."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

@@ -1,7 +1,5 @@
 """What N ranks do not compute as one process does: see the table in docs/gradients.md."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

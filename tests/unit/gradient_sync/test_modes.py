@@ -1,7 +1,5 @@
 """Sync modes: their names, when DDP averages in each, and how often."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Logged weights where one loop trains several wrapped modules, at once or in turn."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Unused parameters: their names by rank, and the cost of looking for them."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

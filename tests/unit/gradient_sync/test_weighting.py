@@ -1,7 +1,5 @@
 """Exact weighting: batches of different sizes on different ranks give the average of one process."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any

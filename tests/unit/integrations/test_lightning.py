@@ -1,7 +1,5 @@
 """Lightning's `Trainer` and `Fabric` given rankwise's strategies: what is decided before a launch."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable
@@ -9,13 +7,7 @@ from typing import Any
 
 import pytest
 
-from rankwise import (
-    DDPElasticStrategy,
-    DDPStrategy,
-    SingleDeviceStrategy,
-    StrategyRegistry,
-    Trainer,
-)
+from rankwise import DDPElasticStrategy, DDPStrategy, SingleDeviceStrategy, StrategyRegistry, Trainer
 from rankwise.checkpoint import TorchCheckpointIO
 from rankwise.errors import (
     ConfigurationError,

@@ -1,7 +1,5 @@
 """Modules, data modules and callbacks of Lightning's own classes in a rankwise Trainer of one process."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import pickle
@@ -176,10 +174,7 @@ def refused_argument(self: Any) -> None:
         ({"on_fit_end": refused_in_strategy}, "uses trainer.strategy.num_threads_of_nothing, which"),
         ({"on_fit_end": refused_argument}, "uses trainer.plugins, which"),
         ({"training_epoch_end": lambda self, outputs: None}, "training_epoch_end" + NEVER),
-        (
-            {"configure_sharded_model": lambda self: None},
-            "configure_sharded_model" + NEVER,
-        ),
+        ({"configure_sharded_model": lambda self: None}, "configure_sharded_model" + NEVER),
     ],
 )
 def test_what_a_module_cannot_use(

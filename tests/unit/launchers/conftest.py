@@ -1,7 +1,5 @@
 """Fixtures of the unit tests of `rankwise.launchers`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any

@@ -1,7 +1,5 @@
 """One end of a channel each: ranks without processes for a supervisor, and a supervisor for a rank."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -259,8 +257,7 @@ def make_job(
     """
     ranks = [
         Rank(
-            RankInfo(number, number, 0, size, size, 1),
-            None if here and number == 0 else ScriptedProcess(pid),
+            RankInfo(number, number, 0, size, size, 1), None if here and number == 0 else ScriptedProcess(pid)
         )
         for number in range(size)
     ]

@@ -1,7 +1,5 @@
 """Frames on a stream, and a rank's end of its channel."""
 
-from __future__ import annotations
-
 import select
 import signal
 import threading

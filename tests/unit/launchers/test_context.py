@@ -1,7 +1,5 @@
 """What a rank reports of its job, to the supervisor or to torchrun's agent, and the keys that ranks share."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """What torch's agent is given, and what its log, its signals and its failures become."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -117,9 +115,7 @@ def test_why_several_nodes_start_again(job: _Job, caplog: pytest.LogCaptureFixtu
     os.pwrite(job.failures[0].number, stopped.to_json(), 0)
     job.begin(RestartInfo(0, "a job"))
     job.begin(RestartInfo(2, "a job"))
-    assert caplog.messages == [
-        "All ranks start again (restart 2): nodes came or went, or a rank was killed",
-    ]
+    assert caplog.messages == ["All ranks start again (restart 2): nodes came or went, or a rank was killed"]
 
 
 @pytest.mark.parametrize("grace_period_s", [1.0, 45.2])

@@ -1,7 +1,5 @@
 """The rendezvous of several nodes' agents: a new store for each start, and one count of the starts."""
 
-from __future__ import annotations
-
 import errno
 import socket
 import threading

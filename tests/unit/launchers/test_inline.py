@@ -1,7 +1,5 @@
 """The launcher that starts nothing: values, failures, and what continues between two jobs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A launch by multiprocessing, up to the first process: what is refused; and how values come back."""
 
-from __future__ import annotations
-
 import multiprocessing.process
 import sys
 import time

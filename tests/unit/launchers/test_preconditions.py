@@ -1,7 +1,5 @@
 """What makes a launch impossible is refused by name; other errors are left as they are."""
 
-from __future__ import annotations
-
 import errno
 import re
 import resource
@@ -11,11 +9,7 @@ from pathlib import Path
 import pytest
 
 from rankwise.errors import LaunchRefusedError
-from rankwise.launchers.preconditions import (
-    refuse_patched_threads,
-    refuse_removed_directory,
-    shortages_named,
-)
+from rankwise.launchers.preconditions import refuse_patched_threads, refuse_removed_directory, shortages_named
 
 
 @pytest.mark.parametrize(

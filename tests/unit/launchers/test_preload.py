@@ -1,7 +1,5 @@
 """What the forkserver does before it forks and when it ends; in any other process nothing happens."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

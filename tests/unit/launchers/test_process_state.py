@@ -1,7 +1,5 @@
 """The random state and torch's flags that a worker takes over from the launching process."""
 
-from __future__ import annotations
-
 import pickle
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A script that several processes run: this one's place, and what the next launch is refused."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """What a supervisor makes of the frames and the ends of its ranks, which are sockets and stand-ins here."""
 
-from __future__ import annotations
-
 import re
 import signal
 import threading
@@ -413,10 +411,7 @@ def test_a_process_that_ends_before_hello(supervise: Supervise) -> None:
 
 @pytest.mark.parametrize(
     ("status", "what"),
-    [
-        (3, "exited with code 3 after it had finished its part"),
-        (-signal.SIGSEGV, "was killed by SIGSEGV"),
-    ],
+    [(3, "exited with code 3 after it had finished its part"), (-signal.SIGSEGV, "was killed by SIGSEGV")],
 )
 def test_a_process_that_ends_badly_when_it_is_done(supervise: Supervise, status: int, what: str) -> None:
     """It fails the job, which waits for the exits."""

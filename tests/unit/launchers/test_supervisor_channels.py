@@ -1,7 +1,5 @@
 """What a supervisor makes of channels that are lost or damaged, and of requests to the private store."""
 
-from __future__ import annotations
-
 import os
 import socket
 

@@ -1,7 +1,5 @@
 """How a supervisor ends its ranks: STOP, the grace period, SIGKILL; and what it waits for meanwhile."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -16,14 +14,7 @@ from rankwise.launchers import supervisor
 from rankwise.launchers.channel import Kind
 from rankwise.monitoring.heartbeat import TEARDOWN, heartbeat_written_to, report_phase, report_saving
 from rankwise.processes.signals import ROUTER
-from tests.unit.launchers.supervised import (
-    NEVER_S,
-    SHORT_S,
-    Job,
-    Supervise,
-    wait_until,
-    wait_until_handled,
-)
+from tests.unit.launchers.supervised import NEVER_S, SHORT_S, Job, Supervise, wait_until, wait_until_handled
 
 STOP = (Kind.STOP, b"")
 

@@ -1,7 +1,5 @@
 """What a supervisor does when its own process is signalled: ask to stop, end the job, kill."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

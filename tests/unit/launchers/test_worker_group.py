@@ -1,7 +1,5 @@
 """The workers of a launching process, whatever starts them: what they get, and what is closed after them."""
 
-from __future__ import annotations
-
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path

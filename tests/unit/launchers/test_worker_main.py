@@ -1,7 +1,5 @@
 """What a worker does around its function: set up, report, wait for the others, exit."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import threading
@@ -15,13 +13,7 @@ from rankwise.launchers import worker_main
 from rankwise.launchers.channel import Kind, frame
 from rankwise.launchers.context import WorkerContext
 from rankwise.launchers.script_place import running_script
-from rankwise.launchers.worker_main import (
-    InheritedContext,
-    JobSpec,
-    attach,
-    describe_context,
-    run_worker,
-)
+from rankwise.launchers.worker_main import InheritedContext, JobSpec, attach, describe_context, run_worker
 from rankwise.processes.shared_memory import owned_descriptor, pack, unpack
 from rankwise.processes.signals import stopped_by
 from rankwise.ranks import RankInfo

@@ -1,7 +1,5 @@
 """`Tuner.scale_batch_size`: the sizes that it finds, and that it leaves no traces."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

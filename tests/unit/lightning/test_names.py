@@ -1,7 +1,5 @@
 """`rankwise.lightning`: Lightning's names are importable as from Lightning, and missing ones are refused."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """W&B and MLflow write into the test's folder, and open no connection."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

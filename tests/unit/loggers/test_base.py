@@ -1,7 +1,5 @@
 """What all loggers have in common: one rank writes, all are finalized, missing packages are named."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle
@@ -153,11 +151,7 @@ def test_a_logger_that_cannot_be_finalized_after_a_failure(
 
 @pytest.mark.parametrize(
     ("package", "make"),
-    [
-        ("tensorboard", lambda: TensorBoardLogger("logs")),
-        ("wandb", WandbLogger),
-        ("mlflow", MLFlowLogger),
-    ],
+    [("tensorboard", lambda: TensorBoardLogger("logs")), ("wandb", WandbLogger), ("mlflow", MLFlowLogger)],
 )
 def test_missing_packages(
     package: str, make: Callable[[], Logger], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,7 +1,5 @@
 """Metrics in CSV files."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

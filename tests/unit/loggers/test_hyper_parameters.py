@@ -1,7 +1,5 @@
 """Hyper parameters as loggers write them."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path

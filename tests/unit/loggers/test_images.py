@@ -1,7 +1,5 @@
 """Images of several types."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

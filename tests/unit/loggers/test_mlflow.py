@@ -1,7 +1,5 @@
 """Runs of MLflow, read back by its client from a folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

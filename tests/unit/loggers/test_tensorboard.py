@@ -1,7 +1,5 @@
 """Event files, read by TensorBoard's own reader."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

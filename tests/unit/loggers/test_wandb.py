@@ -1,7 +1,5 @@
 """Offline runs of Weights & Biases, read back from their files."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The time of a failure: what the rank does afterwards does not change it."""
 
-from __future__ import annotations
-
 from rankwise.monitoring.heartbeat import NO_FILE, failure_time_of, heartbeat_written_to, report_phase
 
 

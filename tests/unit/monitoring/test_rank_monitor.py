@@ -1,7 +1,5 @@
 """The monitor of a rank: messages of other ranks, over a store or over a channel; timers."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

@@ -1,7 +1,5 @@
 """The stacks of all ranks on stderr, and the place of torch's flight record."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

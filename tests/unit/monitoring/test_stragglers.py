@@ -1,7 +1,5 @@
 """Stragglers among ranks that no supervisor sees together are reported by rank zero."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

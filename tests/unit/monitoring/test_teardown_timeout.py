@@ -1,7 +1,5 @@
 """A rank that hangs in its teardown is found; one that still works is left alone."""
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -1,7 +1,5 @@
 """Autocast, and true formats: which parameters, operations and results have which dtype."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

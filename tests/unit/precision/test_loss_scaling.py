@@ -1,7 +1,5 @@
 """Dynamic loss scaling: one scale for all optimizers, the same skipped steps on all ranks."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

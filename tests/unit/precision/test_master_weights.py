@@ -1,7 +1,5 @@
 """Master weights: which tensors are 16-bit and 32-bit, and that small updates are not lost."""
 
-from __future__ import annotations
-
 import pickle
 import warnings
 from typing import Any

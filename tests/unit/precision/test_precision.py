@@ -1,7 +1,5 @@
 """The default precision, and precisions by name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The comparison of a new group's ranks ends for all of them together."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

@@ -1,7 +1,5 @@
 """Agreeing that all ranks have changed something, in groups that overlap."""
 
-from __future__ import annotations
-
 import weakref
 from datetime import timedelta
 

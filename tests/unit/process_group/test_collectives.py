@@ -1,7 +1,5 @@
 """Collectives without a process group: each returns its input, and wrong arguments are errors."""
 
-from __future__ import annotations
-
 import contextvars
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Destroyed process groups end when the last reference to them is dropped."""
 
-from __future__ import annotations
-
 import gc
 import time
 import weakref

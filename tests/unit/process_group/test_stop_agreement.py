@@ -1,7 +1,5 @@
 """The stop agreement: threads of this process stand for ranks, a store in memory for the job's."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -1,7 +1,5 @@
 """What the interpreter was told to run, read from its true command line."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import ModuleType

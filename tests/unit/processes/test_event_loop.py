@@ -1,7 +1,5 @@
 """What an event loop calls, in which thread and order."""
 
-from __future__ import annotations
-
 import gc
 import resource
 import socket

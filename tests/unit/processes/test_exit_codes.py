@@ -1,7 +1,5 @@
 """How a process exits: the exit code of a failed job's script, and text on stderr."""
 
-from __future__ import annotations
-
 import io
 import os
 import sys

@@ -1,7 +1,5 @@
 """What is done before a fork: memory that is not used is given back."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import weakref

@@ -1,7 +1,5 @@
 """Making the main thread leave: wherever it is, unless it cleans up, and never after it has left."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import sys

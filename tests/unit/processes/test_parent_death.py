@@ -1,7 +1,5 @@
 """What ties the processes of a job to their rank, and what is left of it afterwards: nothing."""
 
-from __future__ import annotations
-
 import fcntl
 import multiprocessing
 import os

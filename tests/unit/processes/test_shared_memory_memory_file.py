@@ -1,7 +1,5 @@
 """Values through an anonymous file: what goes in comes out, tied as it was; damage is noticed."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from typing import Any

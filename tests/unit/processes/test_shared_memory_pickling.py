@@ -1,7 +1,5 @@
 """Which attribute is it that cannot be pickled? The error names the path to it."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The signal router: who is called for a signal, in which thread, how often."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

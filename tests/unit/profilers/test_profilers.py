@@ -1,7 +1,5 @@
 """Profilers: what they measure in a stage, what they print, and that none costs nothing."""
 
-from __future__ import annotations
-
 import pickle
 import pstats
 import re

@@ -1,7 +1,5 @@
 """The table of names: what can be registered, found, replaced, removed; and what is refused."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """The private store's table: each operation, waiting, and what is no request."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

@@ -1,7 +1,5 @@
 """The rendezvous over a store, with each rank in a thread."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The ranks of a restart agree on its number in a store with the keys of earlier ones; each in a thread."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """Stores whose values only processes with the key can write."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

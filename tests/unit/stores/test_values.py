@@ -1,7 +1,5 @@
 """Values of other processes have the type that is asked for, or the error says where they were."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """What a strategy is constructed with, or bound to, and cannot work: refused before any process starts."""
 
-from __future__ import annotations
-
 import math
 import threading
 from datetime import timedelta

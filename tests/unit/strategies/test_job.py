@@ -1,7 +1,5 @@
 """What a job changes in its process, and what it leaves as it is."""
 
-from __future__ import annotations
-
 import signal
 from contextlib import ExitStack
 

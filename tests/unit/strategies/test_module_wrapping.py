@@ -1,7 +1,5 @@
 """SyncBatchNorm, where it is refused and what is kept of it; modules that end before their job."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

@@ -1,7 +1,5 @@
 """Which device each rank takes, by what torch sees and what was started."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """`errors_shared` and `call_on_rank_zero`, with ranks as threads, and in one process."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

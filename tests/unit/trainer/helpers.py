@@ -1,7 +1,5 @@
 """Small modules and data to train in this process, and a strategy with a second rank made up by the test."""
 
-from __future__ import annotations
-
 import contextvars
 from collections.abc import Callable
 from contextlib import ExitStack

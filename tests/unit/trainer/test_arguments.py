@@ -1,7 +1,5 @@
 """The Trainer's arguments: the constructor refuses wrong ones."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which of the existing files a fit continues from: `ckpt_path="last"`, and restarts."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

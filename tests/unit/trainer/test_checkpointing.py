@@ -1,7 +1,5 @@
 """Checkpoints of a fit, and continuing from them."""
 
-from __future__ import annotations
-
 import datetime as dt
 from collections import Counter, OrderedDict
 from pathlib import Path

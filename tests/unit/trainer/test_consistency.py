@@ -1,7 +1,5 @@
 """The comparison of the ranks before a fit; the test simulates the second rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

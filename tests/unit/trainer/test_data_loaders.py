@@ -1,7 +1,5 @@
 """Which batches a rank gets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

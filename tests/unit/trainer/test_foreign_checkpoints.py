@@ -1,7 +1,5 @@
 """Checkpoints that somebody else has made or changed: what does not fit is an error, and no file is lost."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path

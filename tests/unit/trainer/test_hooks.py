@@ -1,7 +1,5 @@
 """The table of hooks is the classes'; hooks that cannot be called are refused before a stage starts."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The Trainer's arguments that Lightning has: its defaults are accepted, and others have their effect."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The options of `log`, and the lines that loggers get: those of Lightning 2.6 for the same module."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is logged, and how it is reduced over batches and ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

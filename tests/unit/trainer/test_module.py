@@ -1,7 +1,5 @@
 """What a module offers beside its hooks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Modules that are built from checkpoints: of this library, and in Lightning's format."""
 
-from __future__ import annotations
-
 import json
 import sys
 from argparse import Namespace

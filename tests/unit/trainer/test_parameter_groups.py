@@ -1,7 +1,5 @@
 """Parameter groups that callbacks add to an optimizer: sent back to the caller, saved and resumed."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path

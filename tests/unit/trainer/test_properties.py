@@ -1,7 +1,5 @@
 """What can be read off a Trainer, under Lightning's names."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

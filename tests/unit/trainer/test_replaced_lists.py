@@ -1,7 +1,5 @@
 """Callbacks and loggers that a hook replaces within a stage."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

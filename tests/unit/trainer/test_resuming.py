@@ -1,7 +1,5 @@
 """A run that is interrupted and resumed ends with the state of an uninterrupted one."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

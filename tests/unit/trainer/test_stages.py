@@ -1,7 +1,5 @@
 """torch's flags: set within a stage, and restored after it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """State that is sent to a worker and back: here through a pickle."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings
@@ -70,11 +68,7 @@ def fit_elsewhere(train: Trainer, model: Line, their_model: Any = None) -> None:
 
     def work() -> Any:
         return train.strategy.launch(
-            _run_on_rank,
-            model=their_model,
-            trainer=their_train,
-            stage=stage,
-            brings_state_back=True,
+            _run_on_rank, model=their_model, trainer=their_train, stage=stage, brings_state_back=True
         )
 
     _, state = sent_back(work, model, train.context(model))

@@ -1,7 +1,5 @@
 """Ranks that share data and gradients with some others only, and their checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

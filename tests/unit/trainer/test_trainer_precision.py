@@ -1,7 +1,5 @@
 """A Trainer in every precision: training, prediction and checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Comparison of what the ranks hold by digests: in training, at its end, and before evaluation."""
 
-from __future__ import annotations
-
 from collections import Counter
 from copy import deepcopy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training with several loaders: batches, orders, weights, limits, and resuming at any batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

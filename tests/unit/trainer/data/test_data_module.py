@@ -1,7 +1,5 @@
 """A data module: its hooks in Lightning's order, its loaders, hyperparameters and state."""
 
-from __future__ import annotations
-
 import pickle
 import warnings
 from pathlib import Path

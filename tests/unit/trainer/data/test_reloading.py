@@ -1,7 +1,5 @@
 """`reload_dataloaders_every_n_epochs`, and the Trainer's properties that have the loaders."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

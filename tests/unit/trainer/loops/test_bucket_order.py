@@ -1,7 +1,5 @@
 """A fit that continues begins with the buckets of the fit before."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

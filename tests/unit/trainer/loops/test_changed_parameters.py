@@ -1,7 +1,5 @@
 """Layers that callbacks and steps freeze, unfreeze and add within a fit, on ranks that are threads."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

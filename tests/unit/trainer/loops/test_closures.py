@@ -1,7 +1,5 @@
 """Optimizers that compute gradients several times in a step, in automatic and in manual optimisation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

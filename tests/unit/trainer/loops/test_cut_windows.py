@@ -1,7 +1,5 @@
 """An accumulation window that is cut short: its batches are taken again, none of them is lost."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

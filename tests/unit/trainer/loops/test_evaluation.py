@@ -1,7 +1,5 @@
 """Validation, test and prediction."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

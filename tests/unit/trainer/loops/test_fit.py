@@ -1,7 +1,5 @@
 """Training: steps, accumulation, clipping, limits, validation, what goes on in a second fit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Hooks that replace what the Trainer does by default: their arguments, their order, and what they change."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar

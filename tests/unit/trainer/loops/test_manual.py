@@ -1,7 +1,5 @@
 """Manual optimisation in one process: several optimizers, toggling, blocking, clipping, mistakes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

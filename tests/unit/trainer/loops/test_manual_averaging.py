@@ -1,7 +1,5 @@
 """How manual optimisation averages gradients on several ranks, here threads: weighted, and through hooks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a loss that is infinite or NaN does, with each policy and with scaled losses."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

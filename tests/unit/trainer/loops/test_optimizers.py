@@ -1,7 +1,5 @@
 """What configure_optimizers may return, and when schedulers step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

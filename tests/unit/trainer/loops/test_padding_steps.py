@@ -1,7 +1,5 @@
 """Padding steps of models that do not use all parameters for all batches: optimizers see one process's."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace

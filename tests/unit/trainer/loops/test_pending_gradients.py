@@ -1,7 +1,5 @@
 """Gradients of manual optimisation that wait for a step: in checkpoints, and between two fits."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

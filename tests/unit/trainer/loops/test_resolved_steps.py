@@ -1,7 +1,5 @@
 """What does not change within a stage is decided when it begins; what a program may change counts at once."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`num_sanity_val_steps`: some validation before training, of which nothing stays."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Signals to a fit in this process: it stops at a boundary, saves, and goes on later."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """The batches that ranks take together, from one rank that is given the other's number of batches."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Accumulation windows whose number of batches is known late: data without a length ends within them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

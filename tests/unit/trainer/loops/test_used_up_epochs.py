@@ -1,7 +1,5 @@
 """A fit that continues an epoch of which its limits, or its number of ranks, leave no batch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

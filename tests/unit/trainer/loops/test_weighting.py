@@ -1,7 +1,5 @@
 """Logged weights: large ones, and batches of weight 0, whose loss may be NaN."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
