@@ -470,10 +470,12 @@ def test_unknown_batch_sizes_are_refused() -> None:
 @pytest.mark.parametrize(("world_size", "accumulate"), [(1, 2), (2, 1), (3, 1)])
 def test_samples_that_are_left_out(world_size: int, accumulate: int) -> None:
     """A collate function that drops samples makes batches of unknown sizes; so does one that makes more."""
+
+    def of_size(count: int) -> Callable[[Any], Any]:
+        return lambda samples: default_collate((samples * 2)[:count])
+
     for count in (2, 8):
-        loader = DataLoader(
-            dataset(24), 4, collate_fn=lambda samples, count=count: default_collate((samples * 2)[:count])
-        )
+        loader = DataLoader(dataset(24), 4, collate_fn=of_size(count))
         with pytest.raises(
             ConfigurationError, match=r"does not know the size of batch 0.*\n.*\n.*log_weight"
         ):
