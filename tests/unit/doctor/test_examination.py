@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rankwise.doctor import Report
+from rankwise.doctor import Report, machine
 from rankwise.doctor.examination import JobFacts, describe_measurements, describe_ranks, examine
 from rankwise.doctor.machine import examine_network
 from rankwise.environments import network
@@ -172,3 +172,32 @@ def test_wrong_sums() -> None:
     section = describe_measurements(JobFacts("gloo", (rank(0), rank(1)), measured))
     assert [finding.what for finding in section.findings] == ["The all-reduce of 4 KiB gave wrong sums."]
     assert section.lines[-1].split() == ["4", "KiB", "1.000", "ms", "3.81", "MiB/s"]
+
+
+@pytest.mark.parametrize(
+    ("working", "advice"),
+    [
+        (("spawn", "fork"), 'use strategy="ddp_spawn" instead.'),
+        ((), "no start method works: check whether processes may be started here (ulimit -u, seccomp)."),
+    ],
+)
+def test_start_methods_that_fail(
+    monkeypatch: pytest.MonkeyPatch, working: tuple[str, ...], advice: str
+) -> None:
+    """Each is a finding, with the remedy of its error, or else the first method that works."""
+
+    def result_of(method: str, timeout_s: float) -> dict[str, Any]:
+        fix = "unset IT." if method == "forkserver" else ""
+        return {"works": method in working, "seconds": timeout_s, "problem": f"{method} failed.", "fix": fix}
+
+    monkeypatch.setattr(machine, "_result_of", result_of)
+    said: list[str] = []
+    section = machine.examine_start_methods(1.5, said.append)
+    assert said[0] == "starting two processes by 'popen' (at most 1.5 s)"
+    found = {finding.what: finding.fix for finding in section.findings}
+    assert len(found) == 4 - len(working)
+    assert found['strategy="ddp" does not work here: popen failed.'] == advice
+    assert found['strategy="ddp_forkserver" does not work here: forkserver failed.'] == "unset IT."
+    assert next(line for line in section.lines if "ddp_spawn" in line).endswith(
+        "1.5 s" if working else "failed: see below"
+    )
