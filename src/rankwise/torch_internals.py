@@ -81,7 +81,7 @@ INTERNALS = (
     Internal("torch.distributed.utils", "_sync_params_and_buffers", JOB),
     Internal("torch._utils", "_flatten_dense_tensors _unflatten_dense_tensors", JOB),
     Internal("torch", "_foreach_copy_ _foreach_div_ _foreach_clamp_min_ _foreach_clamp_max_", JOB),
-    Internal("torch:Tensor", "_values _version", JOB),
+    Internal("torch:Tensor", "_values _version _backward_hooks _post_accumulate_grad_hooks", JOB),
     Internal(
         "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
         "_should_compress",
