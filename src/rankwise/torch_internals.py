@@ -73,8 +73,8 @@ INTERNALS = (
     Internal(_DDP, "_comm_hooks _module_parameters _static_graph_delay_allreduce_enqueued", JOB),
     Internal(
         _DDP,
-        "_check_reducer_finalized _get_ddp_logging_data _sync_buffers _use_python_reducer "
-        "_ddp_params_and_buffers_to_ignore",
+        "_assign_modules_buffers _check_reducer_finalized _get_ddp_logging_data _sync_buffers "
+        "_use_python_reducer _ddp_params_and_buffers_to_ignore",
         JOB,
     ),
     Internal("torch.distributed:Reducer", "_set_static_graph", JOB),

@@ -147,6 +147,12 @@ def share_buffers_next(module: nn.Module) -> None:
         module.require_forward_param_sync = True
 
 
+def gives_buffers(module: nn.Module) -> bool:
+    """Return whether DDP is configured to give all ranks rank 0's buffers, if there are any."""
+    old: bool = getattr(module, "broadcast_buffers", False)  # until torch 2.12
+    return isinstance(module, DistributedDataParallel) and bool(getattr(module, "forward_sync_buffers", old))
+
+
 def shares_buffers(module: nn.Module) -> bool:
     """Return whether DDP gives all ranks rank 0's buffers before the next forward pass."""
     return isinstance(module, DistributedDataParallel) and bool(module.will_sync_module_buffers())
