@@ -136,7 +136,9 @@ class FitLoop:
             self._results = self._new_results()
         self._stage.results = self._stage.epoch_results = self._results
         compare_ranks(self._context, f"before epoch {progress.current_epoch}", are_models_averaged=False)
-        self._hooks.call("on_train_epoch_start")  # may change a sampler
+        if not progress.is_epoch_begun:
+            self._hooks.call("on_train_epoch_start")  # may change a sampler
+            progress.is_epoch_begun = True
         check_same_order(self._strategy, PHASE_NAMES["train"], self._share.loaders)
         if self._strategy.world_size > 1:
             self._strategy.gradients.check_module(self._context.module)

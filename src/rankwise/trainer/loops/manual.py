@@ -273,6 +273,11 @@ class ManualOptimization:
             parameter.requires_grad_(True)
         self._frozen.clear()
 
+    @property
+    def toggled(self) -> set[int]:
+        """The ids of the parameters that `toggle` has frozen."""
+        return set(map(id, self._frozen))
+
     def pending_gradients(self) -> dict[str, Tensor]:
         """Return the gradients that a later step may use, by parameter name; their mean over the ranks.
 
