@@ -73,15 +73,15 @@ INTERNALS = (
     Internal(_DDP, "_comm_hooks _module_parameters _static_graph_delay_allreduce_enqueued", JOB),
     Internal(
         _DDP,
-        "_check_reducer_finalized _get_ddp_logging_data _sync_buffers _use_python_reducer "
-        "_ddp_params_and_buffers_to_ignore",
+        "_assign_modules_buffers _check_reducer_finalized _get_ddp_logging_data _sync_buffers "
+        "_use_python_reducer _ddp_params_and_buffers_to_ignore",
         JOB,
     ),
     Internal("torch.distributed:Reducer", "_set_static_graph", JOB),
     Internal("torch.distributed.utils", "_sync_params_and_buffers", JOB),
     Internal("torch._utils", "_flatten_dense_tensors _unflatten_dense_tensors", JOB),
     Internal("torch", "_foreach_copy_ _foreach_div_ _foreach_clamp_min_ _foreach_clamp_max_", JOB),
-    Internal("torch:Tensor", "_values _version", JOB),
+    Internal("torch:Tensor", "_values _version _backward_hooks _post_accumulate_grad_hooks", JOB),
     Internal(
         "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
         "_should_compress",

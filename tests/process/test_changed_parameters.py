@@ -38,6 +38,8 @@ class Change(Callback):
             module.first.requires_grad_(True)
         elif self.what == "freeze":
             module.net[2].bias.requires_grad_(False)
+        elif self.what == "buffer":
+            module.register_buffer("mean", batch[0].mean(0))
         elif self.what == "group":
             trainer.optimizers[0].add_param_group({"params": nn.Parameter(torch.ones(2))})
         else:
@@ -69,9 +71,9 @@ def test_a_layer_that_is_unfrozen_with_a_group(start_method: str) -> None:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("what", ["unfreeze", "freeze", "group"])
+@pytest.mark.parametrize("what", ["unfreeze", "freeze", "group", "buffer"])
 def test_a_rank_that_changes_alone(what: str, rank: int) -> None:
-    """All ranks end with one error, which names the parameter, long before a collective times out."""
+    """All ranks end with one error, which names what it is, long before a collective times out."""
     with pytest.raises(WorkerRaisedError, match="RankMismatchError: The ranks are not the same") as caught:
         fit(DDPStrategy(start_method="fork"), 2, Change(what, (rank,)))
     assert f"on global_rank={rank}" in str(caught.value).replace("global_rank ", "global_rank=")

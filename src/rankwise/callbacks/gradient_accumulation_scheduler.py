@@ -67,6 +67,10 @@ class GradientAccumulationScheduler(Callback):
         """Set the highest number, which the loop compares with what the optimizer can do."""
         trainer.accumulate_grad_batches = max(self.scheduling.values())
 
+    def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Set the number of the epoch, within which a run may resume."""
+        trainer.accumulate_grad_batches = self.accumulation_in(trainer.current_epoch)
+
     def on_train_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:
         trainer.accumulate_grad_batches = self.accumulation_in(trainer.current_epoch)
 

@@ -73,6 +73,10 @@ class ProgressBar(Callback):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_training": None, "_evaluation": None, "_hidden": {}, "_line_s": None}
 
+    def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        if trainer.progress.is_epoch_begun:  # a run that resumes within an epoch
+            self.on_train_epoch_start(trainer, module)
+
     def on_train_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:
         _close(self._training)  # and remove it, without `leave`
         title = f"Epoch {trainer.current_epoch}"

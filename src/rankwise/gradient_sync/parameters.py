@@ -50,12 +50,19 @@ def trained_parameters(
 
 
 def check_parameters(module: nn.Module) -> None:
-    """Raise for a wrapper, and for parameters that are sharded over several ranks; DDP averages neither."""
+    """Raise for a wrapper, and for parameters that are sharded or have no values yet: DDP averages none."""
     if isinstance(module, DistributedDataParallel):
         raise ConfigurationError(
             message=f"setup_module() got a {type(module).__name__} that it did not return in this job.",
             facts="it averages gradients already, without the strategy's options.",
             remedy="pass the module within it; for a wrapper of your own override configure_ddp().",
+        )
+    if names := [name for name, parameter in _averaged(module).items() if is_lazy(parameter)]:
+        raise ConfigurationError(
+            message=f"{type(module).__name__} has lazy parameters without a shape, which DDP cannot average.",
+            facts=_listed(names),
+            remedy="run a dummy batch through the module before it is wrapped, in setup() or "
+            "configure_model(): self(torch.zeros(1, 8)).",
         )
     tensors = sys.modules.get("torch.distributed.tensor")  # without it no such parameter exists
     if tensors is None:
@@ -64,11 +71,52 @@ def check_parameters(module: nn.Module) -> None:
     if names:
         raise ConfigurationError(
             message=f"{type(module).__name__} has parameters that are DTensors, which DDP cannot average.",
-            facts=f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. A DTensor is split in pieces "
+            facts=f"{_listed(names)}. A DTensor is split in pieces "
             "over the ranks of a device mesh, while DDP needs the whole parameter on every rank.",
             remedy="average over the mesh itself: torch.distributed.fsdp.fully_shard, or replicate from "
             "torch.distributed._composable; or make them plain tensors with DTensor.full_tensor().",
         )
+
+
+def _averaged(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters by name, except those that DDP is configured to ignore."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    return {name: parameter for name, parameter in module.named_parameters() if name not in ignored}
+
+
+def _listed(names: list[str]) -> str:
+    return f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+
+
+def check_local_changes(module: nn.Module) -> None:
+    """Raise for what changes parameters on each rank by its own batch, before gradients are averaged."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, kinds)}
+    if names := [name for name, layer in layers.items() if layer.max_norm is not None]:
+        raise ConfigurationError(
+            message="max_norm of an embedding cannot work on several ranks.",
+            facts=f"the forward pass of {_listed(names)} changes the rows of this rank's own batch only.",
+            remedy="max_norm=None, and limit all rows in on_train_batch_start, under torch.no_grad(): "
+            "layer.weight.copy_(torch.renorm(layer.weight, 2, 0, max_norm)).",
+        )
+    hooked = [name for name, parameter in _averaged(module).items() if _has_accumulate_hooks(parameter)]
+    if hooked:
+        raise ConfigurationError(
+            message="register_post_accumulate_grad_hook() of a parameter cannot work on several ranks.",
+            facts=f"hooks of {_listed(hooked)} get the gradients of this rank's batch, before the average.",
+            remedy="use averaged gradients: in on_before_optimizer_step, configure_gradient_clipping or "
+            "optimizer_step of the module.",
+        )
+
+
+def _has_accumulate_hooks(parameter: Tensor) -> bool:
+    hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return any(not str(getattr(hook, "__module__", "")).startswith("rankwise.") for hook in hooks.values())
+
+
+def hooked_parameters(module: nn.Module) -> list[str]:
+    """Return the names of the parameters with tensor hooks, which get the gradients of this rank's batch."""
+    return [name for name, parameter in _averaged(module).items() if parameter._backward_hooks]
 
 
 def sparse_layers(module: nn.Module) -> list[str]:
@@ -97,6 +145,12 @@ def share_buffers_next(module: nn.Module) -> None:
     """
     if isinstance(module, DistributedDataParallel):
         module.require_forward_param_sync = True
+
+
+def gives_buffers(module: nn.Module) -> bool:
+    """Return whether DDP is configured to give all ranks rank 0's buffers, if there are any."""
+    old: bool = getattr(module, "broadcast_buffers", False)  # until torch 2.12
+    return isinstance(module, DistributedDataParallel) and bool(getattr(module, "forward_sync_buffers", old))
 
 
 def shares_buffers(module: nn.Module) -> bool:

@@ -31,6 +31,7 @@ from rankwise.gradient_sync.options import (
 from rankwise.gradient_sync.parameters import (
     ParametersOf,
     check_dense,
+    check_local_changes,
     parameters_of,
     share_buffers_next,
     trained_parameters,
@@ -119,7 +120,8 @@ class GradientSync:
         return {"gradient_as_bucket_view": True} if self._has_carrier else {}
 
     def check_module(self, module: nn.Module) -> None:
-        """Raise for layers with sparse gradients, where they would be averaged in rankwise's own buckets."""
+        """Raise for modules that several ranks cannot train in this mode as one process would."""
+        check_local_changes(module)
         if self.mode is GradientSyncMode.FORCED_SYNC:
             check_dense(module, 'sync_mode="forced_sync"')
 

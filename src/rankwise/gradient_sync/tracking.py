@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync.hook_registry import PowerSGDMemory
-from rankwise.gradient_sync.parameters import ParametersOf, parameters_of, share_tensors
+from rankwise.gradient_sync.parameters import ParametersOf, gives_buffers, parameters_of, share_tensors
 from rankwise.gradient_sync.trained_set import TrainedSet
 from rankwise.gradient_sync.unused import record_reduced_names
 from rankwise.process_group.change_agreement import ChangeAgreement
@@ -120,6 +120,8 @@ class TrackedModule:
             self._agreement.begin_step(must_agree)
         if has_changed:
             self._stopped += _without(_without(trained, parameters.trained), self._stopped)
+            if isinstance(module, DistributedDataParallel) and gives_buffers(module):
+                module._assign_modules_buffers()  # where there were none, DDP does not look for new ones
             if self._agreement is not None:
                 share_tensors(_without(parameters.all, known), self._group)
 

@@ -1,4 +1,4 @@
-"""Which parameters are trained, and whether that has changed: freezing, added layers, parameter groups."""
+"""What is trained, and whether that has changed: freezing, added layers and buffers, parameter groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rankwise.gradient_sync.parameters import ParametersOf, parameters_of
+from rankwise.gradient_sync.parameters import ParametersOf, gives_buffers, parameters_of
 from rankwise.process_group.rank_facts import described
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class TrainedSet:
         apart: the ids of those that were added to the module. Something else trains them, or nothing, so DDP
             must not wait for their gradients.
         trained_inside: the ids of the module's parameters in `trained`, except those in `apart`.
+        buffers: the names of the buffers that DDP gives to all ranks.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -48,6 +49,7 @@ class TrainedSet:
         self.unowned: dict[str, Tensor] = {}
         self.apart: set[int] = set()
         self._held: list[Any] = []
+        self.buffers: list[str] = []
         self._read: tuple[list[str], list[Tensor], list[bool]] = [], [], []
         self.read(module)
 
@@ -87,13 +89,13 @@ class TrainedSet:
         parameters_of: ParametersOf = parameters_of,
         elsewhere: Container[int] = (),
     ) -> bool:
-        """Read the parameters again; return whether they have changed.
+        """Read the parameters and the names of buffers again; return whether they have changed.
 
         Parameters whose ids are in `elsewhere` belong to other modules. Those of optimizers that are not
         given stay as they were read last.
         """
         names, before, flags_before = self._read
-        named, apart_before = dict(zip(names, before, strict=True)), self.apart
+        named, apart_before, buffers_before = dict(zip(names, before, strict=True)), self.apart, self.buffers
         if not (self._held and self._has_same(optimizers)):
             named = self._walk(module, optimizers, parameters_of, elsewhere)
         self.all = parameters = list(named.values())
@@ -103,7 +105,7 @@ class TrainedSet:
         self._frozen = list(compress(parameters, map(not_, flags)))
         self.trained_inside = self.inside.intersection(map(id, self.trained)) - self.apart
         is_same = len(parameters) == len(before) and all(map(is_, parameters, before))
-        is_same = is_same and self.apart == apart_before
+        is_same = is_same and self.apart == apart_before and self.buffers == buffers_before
         return not is_same or flags != flags_before or self._read[0] != names
 
     def _walk(
@@ -118,12 +120,15 @@ class TrainedSet:
         dicts: list[dict[str, Any]] = [
             each for submodule in inner.modules() for each in (submodule._parameters, submodule._modules)
         ]
-        self._empty = [each for each in dicts if not each]
-        self._views = [*(each.values() for each in dicts if each), (_END,)]
+        buffers = [submodule._buffers for submodule in inner.modules()] if gives_buffers(module) else []
+        self._empty = [each for each in (*dicts, *buffers) if not each]
+        views = (*(each.values() for each in dicts if each), *(each.keys() for each in buffers if each))
+        self._views = [*views, (_END,)]
         self._held = list(chain.from_iterable(self._views))
         own_ignored = getattr(inner, "_ddp_params_and_buffers_to_ignore", ())
         ignored_names = set(getattr(module, "parameters_to_ignore", own_ignored))
         named: dict[str, Tensor] = dict(inner.named_parameters())
+        self.buffers = [name for name, _ in inner.named_buffers() if buffers and name not in ignored_names]
         self.inside = {id(parameter) for parameter in named.values()}
         for optimizer in optimizers:
             self._read_optimizer(optimizer, parameters_of, elsewhere)
@@ -155,7 +160,7 @@ class TrainedSet:
         return {
             f"parameter {name!r}": described(parameter, flag) + _APART * (id(parameter) in self.apart)
             for name, parameter, flag in zip(*self._read, strict=True)
-        }
+        } | {f"buffer {name!r}": "registered" for name in self.buffers}
 
 
 def _updated_by(optimizer: Optimizer) -> Iterable[Tensor]:

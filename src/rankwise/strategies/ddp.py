@@ -45,6 +45,7 @@ from rankwise.strategies.module_wrapping import (
     check_collectives_of,
     checked_wrapper,
     compile_within,
+    own_memory,
     uncompiled,
 )
 from rankwise.strategies.placement import (
@@ -317,6 +318,12 @@ class DDPStrategy(Strategy):
         if is_compiled:
             self._current_job.cleanup.callback(compile_within(module, given))
         return wrapped
+
+    def module_to_device(self, module: nn.Module) -> nn.Module:
+        """Move a module to this rank's device, and out of memory that forked ranks share, in place."""
+        if self.start_method == "fork":
+            own_memory(module)
+        return super().module_to_device(module)
 
     def _attach_wrapper(self, wrapped: DistributedDataParallel) -> None:
         job = self._current_job

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.gradient_sync.comm_hook import is_averaging, register_ddp_comm_hook
@@ -85,6 +86,17 @@ class WrappedModules:
 
 def _is_replaceable(layer: nn.Module) -> bool:
     return isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
+
+
+def own_memory(module: nn.Module) -> None:
+    """Move parameters and buffers out of shared memory, which a forked rank has in common with the others."""
+    copies: dict[int, torch.UntypedStorage] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not is_lazy(tensor) and tensor.is_cpu and tensor.layout is torch.strided and tensor.is_shared():
+            storage = tensor.untyped_storage()
+            own = copies.setdefault(storage.data_ptr(), storage.clone())
+            place = tensor.storage_offset(), tensor.size(), tensor.stride()
+            tensor.data = torch.empty(0, dtype=tensor.dtype).set_(own, *place)
 
 
 def checked_wrapper(wrapped: object, strategy: str, group: ProcessGroup | None) -> DistributedDataParallel:

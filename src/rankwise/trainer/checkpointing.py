@@ -61,6 +61,7 @@ _TYPES = {
     "seed": int,
     "order_seed": int,
     "gradient_order": list,
+    "requires_grad": dict,
 }
 _UNKNOWN_JOB = (
     "Training begins anew after a restart, as this job's checkpoints cannot be told from another job's: "
@@ -318,6 +319,7 @@ def _training_part(context: LoopContext) -> dict[str, Any]:
         # All starts of an elastic or requeued job share it; empty in other jobs.
         "run_id": current_restart(strategy.environment).job,
         "gradient_order": state.gradient_order,
+        "requires_grad": _changed_flags(context),
     }
     running = context.stage.manual_optimization
     gradients = running.pending_gradients() if running else context.optimizer_set.gradients(module)
@@ -326,6 +328,25 @@ def _training_part(context: LoopContext) -> dict[str, Any]:
     if comm_hooks := strategy.comm_hook_states():
         checkpoint["comm_hooks"] = comm_hooks
     return checkpoint
+
+
+def note_trained(context: LoopContext, checkpoint: dict[str, Any] | None) -> None:
+    """Note which parameters are trained as a run begins; change those that the saved run has changed."""
+    state, named = context.state, dict(context.module.named_parameters())
+    if checkpoint is not None or state.first_trained is None:
+        state.first_trained = [name for name, parameter in named.items() if parameter.requires_grad]
+    changed = {} if checkpoint is None else checkpoint.get("requires_grad", {})
+    for name in named.keys() & changed.keys():
+        named[name].requires_grad_(bool(changed[name]))
+
+
+def _changed_flags(context: LoopContext) -> dict[str, bool]:
+    """Return whether parameters are trained that hooks have frozen or unfrozen since the run began."""
+    first, running = set(context.state.first_trained or ()), context.stage.manual_optimization
+    toggled = running.toggled if running else set()
+    named = context.module.named_parameters()
+    flags = {name: parameter.requires_grad or id(parameter) in toggled for name, parameter in named}
+    return {name: flag for name, flag in flags.items() if flag != (name in first)}
 
 
 def _of_data_module(context: LoopContext) -> dict[str, Any]:

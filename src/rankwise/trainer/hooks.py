@@ -105,7 +105,11 @@ HOOKS: Sequence[Hook] = (
     Hook("on_sanity_check_start", "", "Before the check of `num_sanity_val_steps`.", ("callback",)),
     Hook("on_sanity_check_end", "", "After it; its metrics are thrown away.", ("callback",)),
     Hook("on_train_start", "", "Before the first epoch."),
-    Hook("on_train_epoch_start", "", "Before an epoch's first batch."),
+    Hook(
+        "on_train_epoch_start",
+        "",
+        "Before an epoch's first batch; not again in a run that resumes within the epoch.",
+    ),
     Hook(
         "on_before_batch_transfer",
         "batch, dataloader_idx",

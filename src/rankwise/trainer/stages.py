@@ -30,7 +30,13 @@ from rankwise.seed import (
 from rankwise.strategies.agreement import check_ranks_agree, fingerprint_of, share_model
 from rankwise.strategies.data_split import agreed_order_seeds, fingerprint_of_loaders
 from rankwise.strategies.shared_errors import errors_shared
-from rankwise.trainer.checkpointing import CheckpointFiles, check_contents, restore_module, restore_training
+from rankwise.trainer.checkpointing import (
+    CheckpointFiles,
+    check_contents,
+    note_trained,
+    restore_module,
+    restore_training,
+)
 from rankwise.trainer.consistency import fingerprint_of_checkpoint
 from rankwise.trainer.data import DataModule
 from rankwise.trainer.data.data_hooks import TRANSFER_HOOKS, DataHooks, is_own, prepares_data, undefined
@@ -370,6 +376,7 @@ class Stage:
         """
         strategy, state, saved = context.strategy, context.state, self.checkpoint
         states, state.rank_states = state.rank_states, []  # none until this fit has ended
+        note_trained(context, saved)
         order: list[int] = []
         if saved is not None:
             order = saved.get("gradient_order", [])

@@ -102,6 +102,7 @@ class Progress:
             are not in the weights yet.
         window_samples: the samples of those batches.
         is_epoch_done: whether all batches of the epoch are done; until the next epoch begins.
+        is_epoch_begun: whether the epoch's start hooks have run; a run that resumes does not run them again.
         is_validated: whether the validation that was due after the last batch has run.
         is_epoch_closed: whether the epoch's end hooks ran and its metrics were published, also after an early
             stop.
@@ -114,6 +115,7 @@ class Progress:
     total_batches: int = 0
     window_batches: int = 0
     window_samples: int = 0
+    is_epoch_begun: bool = False
     is_epoch_done: bool = False
     is_validated: bool = False
     is_epoch_closed: bool = False
@@ -153,6 +155,7 @@ class Progress:
         """Start the next epoch if this one is done; an epoch that was stopped early continues later."""
         if self.is_epoch_done:
             self.current_epoch += 1
+            self.is_epoch_begun = False
             self.begin_epoch()
 
     @property
@@ -193,6 +196,7 @@ class TrainerState:
     seed: int = 0
     order_seed: int = 0
     gradient_order: list[int] = field(default_factory=list)
+    first_trained: list[str] | None = None  # the parameters that required a gradient when the run began here
     should_stop: bool = False
     ckpt_path: str | None = None
     metrics: PublishedMetrics = field(default_factory=PublishedMetrics)  # of the last stage

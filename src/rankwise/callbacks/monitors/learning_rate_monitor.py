@@ -86,7 +86,7 @@ class LearningRateMonitor(LoggingCallback):
             )
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:
-        if self.logging_interval != "step" and not trainer.progress.is_within_epoch:
+        if self.logging_interval != "step":
             self._log(trainer, trainer.progress.counted_steps, self._values(trainer, "epoch"))
 
     def on_train_batch_start(

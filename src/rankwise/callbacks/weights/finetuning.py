@@ -62,9 +62,8 @@ class BaseFinetuning(Callback):
                 layer.track_running_stats = name in self._tracking
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:
-        if not trainer.progress.is_within_epoch:
-            for optimizer in trainer.optimizers:
-                self.finetune_function(module, trainer.current_epoch, optimizer)
+        for optimizer in trainer.optimizers:
+            self.finetune_function(module, trainer.current_epoch, optimizer)
         self._trained = [name for name, each in module.named_parameters() if each.requires_grad]
         self._tracking = [name for name, layer in _statistics_of(module) if layer.track_running_stats]
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rankwise.errors import ConfigurationError
+from rankwise.gradient_sync.options import GradientSyncMode
 from rankwise.gradient_sync.parameters import trained_parameters
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.strategies import Strategy
@@ -21,7 +22,7 @@ from rankwise.trainer.loops.closures import takes_closures
 from rankwise.trainer.loops.nonfinite import NonFiniteGuard
 from rankwise.trainer.loops.optimizers import optimizer_step_of
 from rankwise.trainer.loops.uneven_inputs import PaddingGradients
-from rankwise.trainer.loops.weighting import BatchWeighting, zero_gradients
+from rankwise.trainer.loops.weighting import BatchWeighting, gradients_kept, zero_gradients
 from rankwise.trainer.module import TrainerOptimizer
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class AutomaticOptimization:
         # difference. Otherwise they are cleared before it, which takes less memory.
         seeing = ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad")
         self._clears_late = any(map(hooks.is_defined, seeing))
+        self._may_change_gradients = self._strategy.world_size > 1 and hooks.is_defined("on_after_backward")
         self._step_arguments = num_step_arguments(context.module, "training_step")
         self._weight: float | Tensor = 1.0  # of the last batch
         self.weighting = BatchWeighting(context, schedule)
@@ -114,8 +116,19 @@ class AutomaticOptimization:
                 has_backward = True
         if has_backward:
             self._has_gradients = True
-            self._hooks.call("on_after_backward")
+            with self._gradients_kept() if not is_window_end and self._may_change_gradients else _NOTHING:
+                self._hooks.call("on_after_backward")
         return outputs
+
+    def _gradients_kept(self) -> AbstractContextManager[None]:
+        """Return the block in which no hook may change the gradients that are averaged later."""
+        context, gradients = self._context, self._strategy.gradients
+        if gradients.mode is GradientSyncMode.MULTI_AUTO_SYNC:
+            parameters = gradients.averaged_later(context.wrapped)
+        else:
+            parameters_of = self._strategy.precision.model_parameters
+            parameters = trained_parameters(context.wrapped, context.optimizers, parameters_of)
+        return gradients_kept(parameters, 'DDPStrategy(sync_mode="multi_auto_sync")')
 
     def _synced(self, is_window_end: bool) -> AbstractContextManager[None]:
         """Return the block in which gradients are averaged, if this rank averages any."""

@@ -13,7 +13,7 @@ import torch
 
 from rankwise.data.sampler import length_of
 from rankwise.errors import ConfigurationError
-from rankwise.gradient_sync.parameters import share_buffers, shares_buffers
+from rankwise.gradient_sync.parameters import hooked_parameters, share_buffers, shares_buffers
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.seed import isolated_random_state, mixed_seed
 from rankwise.stores.waiting import StoreCounter
@@ -91,6 +91,7 @@ class FitLoop:
             _warn_of_evaluation_mode(context)
             self._hooks.call("on_train_start")
             context.warn_if_done()
+            _warn_of_tensor_hooks(context)
             record_gradient_order(context)
             part_streams(context, context.state.seed)
             while (progress.is_epoch_open or self._stopping.may_continue()) and self._agree_on_num_batches():
@@ -135,8 +136,12 @@ class FitLoop:
             self._results = self._new_results()
         self._stage.results = self._stage.epoch_results = self._results
         compare_ranks(self._context, f"before epoch {progress.current_epoch}", are_models_averaged=False)
-        self._hooks.call("on_train_epoch_start")  # may change a sampler
+        if not progress.is_epoch_begun:
+            self._hooks.call("on_train_epoch_start")  # may change a sampler
+            progress.is_epoch_begun = True
         check_same_order(self._strategy, PHASE_NAMES["train"], self._share.loaders)
+        if self._strategy.world_size > 1:
+            self._strategy.gradients.check_module(self._context.module)
         self._optimization.begin_epoch()
         report_phase("data loading", step=progress.global_step)
         batches = self._context.profiler.iterated("train_dataloader_next", self._remaining_batches())
@@ -422,6 +427,18 @@ def _agreed_metric(context: LoopContext, config: SchedulerConfig) -> float | Non
             remedy=f'self.log("{config.monitor}", value), another "monitor", or "strict": False to skip it.',
         )
     return agreed
+
+
+def _warn_of_tensor_hooks(context: LoopContext) -> None:
+    """Warn on rank 0 of hooks that get gradients of one rank's batch, where there are several ranks."""
+    names = hooked_parameters(context.module)
+    if names and context.strategy.world_size > 1 and context.strategy.is_global_zero:
+        warnings.warn(
+            f"Parameters have tensor hooks ({len(names)}): {names[0]}{', ...' if len(names) > 1 else ''}. "
+            "They get the gradient of each rank's own batch, before it is averaged. Hooks may read it, or "
+            "multiply it by a constant; do all else, such as clamping, in on_before_optimizer_step.",
+            stacklevel=2,
+        )
 
 
 def _warn_of_evaluation_mode(context: LoopContext) -> None:

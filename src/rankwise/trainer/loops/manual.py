@@ -19,7 +19,7 @@ from rankwise.trainer.hooks import num_step_arguments
 from rankwise.trainer.loops.nonfinite import NonFiniteGuard
 from rankwise.trainer.loops.optimizers import optimizer_step_of
 from rankwise.trainer.loops.uneven_inputs import discard_new_gradients
-from rankwise.trainer.loops.weighting import BatchWeighting, zero_gradients
+from rankwise.trainer.loops.weighting import BatchWeighting, gradients_kept, zero_gradients
 from rankwise.trainer.module import ManualOptimizer
 
 if TYPE_CHECKING:
@@ -164,7 +164,10 @@ class ManualOptimization:
                 self._local.update(self._with_gradients())
             else:
                 self._average()
-        self._hooks.call("on_after_backward")
+        is_kept = self._is_blocked and self._strategy.world_size > 1
+        remedy = "outside of no_backward_sync"
+        with gradients_kept(parameters, remedy) if is_kept else nullcontext():
+            self._hooks.call("on_after_backward")
 
     def _factor(self, weight: float | Tensor | None) -> float | Tensor:
         if self._strategy.gradient_weighting == "logged":
@@ -272,6 +275,11 @@ class ManualOptimization:
         for parameter in self._frozen:
             parameter.requires_grad_(True)
         self._frozen.clear()
+
+    @property
+    def toggled(self) -> set[int]:
+        """The ids of the parameters that `toggle` has frozen."""
+        return set(map(id, self._frozen))
 
     def pending_gradients(self) -> dict[str, Tensor]:
         """Return the gradients that a later step may use, by parameter name; their mean over the ranks.

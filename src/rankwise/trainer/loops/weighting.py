@@ -31,6 +31,25 @@ def zero_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def gradients_kept(parameters: Iterable[Tensor], remedy: str) -> Iterator[None]:
+    """Raise if the block, a hook, changes gradients that the ranks average later."""
+    before = [(each, each.grad, _version_of(each.grad)) for each in parameters]
+    yield
+    if any(
+        each.grad is not gradient or _version_of(each.grad) != version for each, gradient, version in before
+    ):
+        raise ConfigurationError(
+            message="on_after_backward has changed gradients of this rank's own batch, before their average.",
+            facts="several ranks average gradients in the last backward pass before a step.",
+            remedy=f"change averaged gradients, in on_before_optimizer_step; or {remedy}.",
+        )
+
+
+def _version_of(gradient: Tensor | None) -> int | None:
+    return None if gradient is None else gradient._version
+
+
 @final
 class BatchWeighting:
     """Scale each batch's loss, so that the gradients of a window are the average that was asked for."""

@@ -14,7 +14,7 @@ from rankwise.callbacks import Callback
 from rankwise.errors import ConfigurationError, RankMismatchError, UnusedParametersError
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
 from tests.process.training_tasks import quiet_trainer
-from tests.unit.gradient_sync.helpers import FEATURES
+from tests.unit.gradient_sync.helpers import FEATURES, loss_of, net
 
 
 class Layers(TrainingModule):
@@ -332,3 +332,59 @@ def test_a_layer_that_nothing_trains(arguments: dict[str, Any]) -> None:
 
     for own in run_ranks(2, run):
         torch.testing.assert_close(own, wanted, rtol=0, atol=1e-12)
+
+
+class Centered(TrainingModule):
+    """Registers its first buffer in a step, with the mean of the rank's own batch, and records its values."""
+
+    def __init__(self, *, by_hand: bool = False) -> None:
+        super().__init__()
+        self.net = net()
+        self.automatic_optimization = not by_hand
+        self.seen: list[list[float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        mean = batch[0].mean(dim=0)
+        if "center" in self._buffers:
+            self.seen.append(self.get_buffer("center").tolist())
+            self.center = (self.get_buffer("center") + mean) / 2
+        else:
+            self.register_buffer("center", mean)
+        loss = loss_of(self.net, batch[0])
+        if self.automatic_optimization:
+            return loss
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        return optimizer.step() and None
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def centers(by_hand: bool, ddp_kwargs: dict[str, Any]) -> list[Any]:
+    """Train for four steps on two ranks; return what each has seen at the beginning of the last three."""
+    modules = [Centered(by_hand=by_hand) for _ in range(2)]
+    data = torch.randn(8, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def run(rank: int) -> Any:
+        trainer = quiet_trainer(ThreadedStrategy(rank, 2, **ddp_kwargs), 2, max_epochs=1)
+        trainer.fit(modules[rank], DataLoader(TensorDataset(data), batch_size=1))
+        return modules[rank].seen
+
+    return run_ranks(2, run)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_the_first_buffer_is_registered_late(by_hand: bool) -> None:
+    """Every rank has rank 0's values of it from the next step on, as of any other buffer."""
+    first, second = centers(by_hand, {})
+    assert len(first) == 3
+    assert first == second
+
+
+@pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")  # new in torch 2.13
+def test_a_late_buffer_that_is_not_broadcast() -> None:
+    """Where DDP is configured not to, each rank keeps its own."""
+    first, second = centers(False, {"broadcast_buffers": False})
+    assert all(one != other for one, other in zip(first, second, strict=True))

@@ -1,0 +1,238 @@
+"""What changes parameters or gradients by a rank's own batch, before the average: most of it is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from rankwise import TrainingModule
+from rankwise.errors import ConfigurationError
+from tests.helpers.threaded import ThreadedStrategy, run_ranks
+from tests.process.training_tasks import quiet_trainer
+from tests.unit.gradient_sync.helpers import FEATURES, assert_close, net
+
+BATCH = 12
+DATA = torch.randn(4 * BATCH, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+class Model(TrainingModule):
+    """A regression, whose first gradients are larger than the limits of these tests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def loss(self, batch: Any) -> Tensor:
+        loss: Tensor = (self.net(batch[0]) - batch[0].sum(dim=1, keepdim=True)).square().mean()
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def clamp(gradient: Tensor) -> Tensor:
+    return gradient.clamp(-0.05, 0.05)
+
+
+def fit(
+    make: Callable[[], TrainingModule], ranks: int, options: Any = None, **arguments: Any
+) -> list[Tensor]:
+    """Train for an epoch on all data; return the parameters."""
+    modules = [make() for _ in range(ranks)]
+
+    def run(rank: int) -> list[Tensor]:
+        strategy = "single_device" if ranks == 1 else ThreadedStrategy(rank, ranks, **(options or {}))
+        trainer = quiet_trainer(strategy, ranks, max_epochs=1, **arguments)
+        trainer.fit(modules[rank], DataLoader(TensorDataset(DATA), batch_size=BATCH // ranks))
+        return [parameter.detach() for parameter in modules[rank].parameters()]
+
+    return run(0) if ranks == 1 else run_ranks(ranks, run)[0]
+
+
+class Limited(Model):
+    """Has embeddings with max_norm, from the beginning or from the first epoch on."""
+
+    is_late = False
+    kind: Any = nn.Embedding
+
+    def __init__(self) -> None:
+        super().__init__()
+        if not self.is_late:
+            self.add()
+
+    def add(self) -> None:
+        self.rows = self.kind(BATCH, FEATURES, max_norm=1.0).double()
+
+    def on_train_epoch_start(self) -> None:
+        if self.is_late:
+            self.add()
+
+
+class LimitedBag(Limited):
+    """The same with an embedding bag."""
+
+    kind = nn.EmbeddingBag
+
+
+class LimitedLater(Limited):
+    """Adds the layer when training has begun."""
+
+    is_late = True
+
+
+@pytest.mark.parametrize("make", [Limited, LimitedBag, LimitedLater])
+def test_embeddings_with_max_norm(make: type[Limited]) -> None:
+    """The forward pass changes the rows of the rank's own batch: refused on several ranks, by name."""
+    with pytest.raises(ConfigurationError, match=r"max_norm of an embedding(?s:.*) rows(?s:.*)torch\.renorm"):
+        fit(make, 2)
+
+
+def test_embeddings_with_max_norm_alone() -> None:
+    """One process may have them."""
+    assert fit(Limited, 1)
+
+
+class Accumulating(Model):
+    """Steps in the backward pass, as a recipe of torch's shows."""
+
+    def on_train_start(self) -> None:
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(self.step)
+
+    @torch.no_grad()
+    def step(self, parameter: Any) -> None:
+        parameter.add_(parameter.grad, alpha=-0.1)
+
+
+def test_a_step_in_the_backward_pass() -> None:
+    """It uses the rank's own gradient: refused on several ranks, by name."""
+    with pytest.raises(ConfigurationError, match=r"register_post_accumulate(?s:.*)net\.0\.weight"):
+        fit(Accumulating, 3)
+    assert fit(Accumulating, 1)
+
+
+class Masked(Model):
+    """Has a tensor hook that multiplies by a constant."""
+
+    hook = staticmethod(lambda gradient: gradient * 0.5)
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.register_hook(type(self).hook)
+
+
+class Clamped(Masked):
+    """Has a tensor hook that is not linear."""
+
+    hook = staticmethod(clamp)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_linear_tensor_hooks(ranks: int) -> None:
+    """They give the weights of one process; a warning says what hooks may do."""
+    with pytest.warns(UserWarning, match=re.escape("tensor hooks (4): net.0.weight, ...")):
+        found = fit(Masked, ranks)
+    assert_close(found, fit(Masked, 1))
+
+
+def test_tensor_hooks_that_are_not_linear() -> None:
+    """They get the gradients of each rank's own batch, so the result is not that of one process."""
+    with pytest.warns(UserWarning, match="clamping, in on_before_optimizer_step"):
+        found = fit(Clamped, 2)
+    with pytest.raises(AssertionError):
+        assert_close(found, fit(Clamped, 1))
+
+
+class ClampedAfterBackward(Model):
+    """Changes gradients after each backward pass."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.clamp_(-0.05, 0.05)
+
+
+class ReadAfterBackward(Model):
+    """Reads gradients after each backward pass."""
+
+    def on_after_backward(self) -> None:
+        self.norm = sum(float(each.grad.norm()) for each in self.parameters() if each.grad is not None)
+
+
+@pytest.mark.parametrize("mode", ["single_auto_sync", "forced_sync"])
+def test_changed_before_they_are_averaged(mode: str) -> None:
+    """A change after the first backward pass of a window is refused, by name; reading is not."""
+    options = {"sync_mode": mode}
+    with pytest.raises(ConfigurationError, match=r"on_after_backward has changed(?s:.*)multi_auto_sync"):
+        fit(ClampedAfterBackward, 2, options, accumulate_grad_batches=2)
+    assert_close(
+        fit(ReadAfterBackward, 2, options, accumulate_grad_batches=2),
+        fit(ReadAfterBackward, 1, accumulate_grad_batches=2),
+    )
+
+
+@pytest.mark.parametrize(("mode", "accumulate"), [("multi_auto_sync", 2), ("auto", 1), ("forced_sync", 1)])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_changed_after_they_are_averaged(mode: str, accumulate: int, ranks: int) -> None:
+    """Any change of averaged gradients gives the weights of one process."""
+    found = fit(ClampedAfterBackward, ranks, {"sync_mode": mode}, accumulate_grad_batches=accumulate)
+    assert_close(found, fit(ClampedAfterBackward, 1, accumulate_grad_batches=accumulate))
+
+
+class ClampedByHand(ClampedAfterBackward):
+    """Accumulates two backward passes in manual optimisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        with self.no_backward_sync():
+            self.manual_backward(self.loss(batch))
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+def test_changed_in_a_block_without_averages() -> None:
+    """The same in manual optimisation."""
+    with pytest.raises(ConfigurationError, match=r"on_after_backward has changed(?s:.*)no_backward_sync"):
+        fit(ClampedByHand, 2)
+
+
+class Lazy(Model):
+    """Has a layer without a shape, until a batch runs through it in `setup`."""
+
+    runs_first = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1)).double()
+
+    def setup(self, stage: str) -> None:
+        if self.runs_first:
+            self.net(torch.zeros(1, FEATURES, dtype=torch.float64))
+
+
+class LazyThatRan(Lazy):
+    """Runs a dummy batch."""
+
+    runs_first = True
+
+
+def test_lazy_parameters() -> None:
+    """They are named, with the way out, which works."""
+    with pytest.raises(ConfigurationError, match=r"lazy(?s:.*)net\.0\.weight(?s:.*)dummy batch"):
+        fit(Lazy, 2)
+    assert [tuple(each.shape) for each in fit(LazyThatRan, 2)] == [(4, FEATURES), (4,), (1, 4), (1,)]

@@ -1,0 +1,173 @@
+"""A run that resumes within an epoch has what the epoch's start hooks did, and does not run them again."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from rankwise import TrainingModule
+from rankwise.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint, TQDMProgressBar
+from tests.helpers.threaded import ThreadedStrategy, run_ranks
+from tests.process.training_tasks import quiet_trainer
+from tests.unit.gradient_sync.helpers import FEATURES, loss_of
+
+STEPS, EPOCHS = 4, 2
+DATA = torch.randn(12 * STEPS, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+class Tuned(TrainingModule):
+    """A head on a layer that is frozen at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.backbone = nn.Linear(FEATURES, FEATURES).double().requires_grad_(False)
+        self.head = nn.Linear(FEATURES, 1).double()
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, generator=generator)
+
+    def forward(self, samples: Tensor) -> Any:
+        return self.head(self.backbone(samples))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return loss_of(self, batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.head.parameters(), lr=0.01)
+
+
+class Switched(Tuned):
+    """Optimises its layers in turn, and freezes the other one meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.backbone.requires_grad_(True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]  # by hand
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(loss_of(self, batch[0]))
+            optimizer.step()
+            if batch_idx % 2:
+                self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.01) for part in (self.backbone, self.head)]
+
+
+class Anneal(Callback):
+    """Changes weights at the beginning of each epoch."""
+
+    @torch.no_grad()
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        module.head.weight.mul_(0.5)
+
+
+class Unfreeze(Callback):
+    """The example of docs/gradients.md."""
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 1:
+            module.backbone.requires_grad_(True)
+            trainer.optimizers[0].add_param_group({"params": module.backbone.parameters(), "lr": 1e-2})
+
+
+class Refreeze(Callback):
+    """Freezes a parameter within an epoch."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.current_epoch, batch_idx) == (1, 1):
+            module.head.bias.requires_grad_(False)
+
+
+def fit(
+    module: TrainingModule,
+    callback: Callback,
+    ranks: int,
+    folder: Path | None = None,
+    path: Any = None,
+    **more: Any,
+) -> list[Tensor]:
+    """Train; save after each step in `folder`; return the parameters."""
+    modules = [copy.deepcopy(module) for _ in range(ranks)]
+
+    def run(rank: int) -> list[Tensor]:
+        saving = [ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)] if folder else []
+        trainer = quiet_trainer(
+            "single_device" if ranks == 1 else ThreadedStrategy(rank, ranks),
+            ranks,
+            **{"max_epochs": EPOCHS, "callbacks": [copy.deepcopy(callback), *saving], **more},
+            enable_checkpointing=folder is not None,
+        )
+        loader = DataLoader(TensorDataset(DATA), batch_size=12 // ranks)
+        trainer.fit(modules[rank], loader, ckpt_path=path)
+        return [each.detach() for each in modules[rank].parameters()]
+
+    return run(0) if ranks == 1 else run_ranks(ranks, run)[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("make", "callback"),
+    [(Tuned, Anneal()), (Tuned, Unfreeze()), (Tuned, Refreeze()), (Switched, Anneal())],
+    ids=["weights", "unfrozen", "frozen", "by hand"],
+)
+def test_resumed_after_each_step(make: type[Tuned], callback: Callback, ranks: int, tmp_path: Path) -> None:
+    """The result is that of the run that was not interrupted."""
+    whole = fit(make(), callback, ranks, tmp_path)
+    paths = sorted(tmp_path.iterdir())
+    for path in paths if ranks == 1 else paths[1::3]:
+        torch.testing.assert_close(fit(make(), callback, ranks, path=path), whole, rtol=0, atol=1e-12)
+
+
+def test_frozen_by_the_program_that_continues(tmp_path: Path) -> None:
+    """A program that continues may freeze other parameters itself."""
+    fit(Tuned(), Anneal(), 1, tmp_path)
+    module = Tuned()
+    before = module.head.bias.requires_grad_(False).clone()
+    saved = torch.load(tmp_path / "step=3.ckpt", weights_only=True)["state_dict"]["head.bias"]
+    *_, bias = fit(module, Anneal(), 1, path=tmp_path / "step=3.ckpt")
+    assert not torch.equal(before, saved)
+    torch.testing.assert_close(bias, saved, rtol=0, atol=0)
+
+
+def test_hooks_of_each_epoch_run_once(tmp_path: Path) -> None:
+    """The next epoch's hooks run in the run that resumes, too."""
+    epochs: list[int] = []
+
+    class Record(Callback):
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            epochs.append(trainer.current_epoch)
+
+        def __deepcopy__(self, memo: object) -> Record:
+            return self
+
+    fit(Tuned(), Record(), 1, tmp_path)
+    fit(Tuned(), Record(), 1, path=tmp_path / "step=2.ckpt")
+    fit(Tuned(), Record(), 1, path=tmp_path / "step=4.ckpt")
+    assert epochs == [0, 1, 1, 1]
+
+
+def test_steps_of_a_schedule(tmp_path: Path) -> None:
+    """An epoch within which a run resumes has its own number of batches in a step."""
+    schedule = GradientAccumulationScheduler({0: 1, 1: 2})
+    whole = fit(Tuned(), schedule, 1, tmp_path)
+    for step in (2, 5):
+        found = fit(Tuned(), schedule, 1, path=tmp_path / f"step={step}.ckpt")
+        torch.testing.assert_close(found, whole, rtol=0, atol=0)
+
+
+def test_the_bar_of_an_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that resumes within an epoch has a progress bar of it."""
+    fit(Tuned(), Anneal(), 1, tmp_path)
+    capsys.readouterr()
+    fit(Tuned(), TQDMProgressBar(), 1, path=tmp_path / "step=2.ckpt", max_epochs=1, enable_progress_bar=True)
+    assert "Epoch 0" in capsys.readouterr().err
