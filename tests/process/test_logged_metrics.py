@@ -13,7 +13,14 @@ import pytest
 import torch
 import torchmetrics
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
 from torchmetrics.wrappers import MinMaxMetric, Running
 from typing_extensions import override
 
@@ -568,6 +575,32 @@ def test_sizes_that_nobody_knows() -> None:
     for batches in loaders:
         with pytest.raises(ConfigurationError, match=r"log\('error'(.|\n)*batch_size="):
             trainer_on(1).test(AnyShape(), batches)
+
+
+def readable(samples: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Put together the samples with a positive first feature: the others cannot be read."""
+    left: list[Tensor] = default_collate([sample for sample in samples if sample[0][0] > 0])
+    return left
+
+
+class Counting(Regression):
+    """Logs a mean with its own number of samples."""
+
+    @override
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("error", batch[0][:, 0].mean(), batch_size=len(batch[0]))
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.quick), 3])
+def test_samples_that_a_collate_function_leaves_out(world_size: int) -> None:
+    """The mean of a metric is refused, which says to give the number of samples: then it is right."""
+    inputs, targets = dataset(24).tensors
+    batches: DataLoader[Any] = DataLoader(TensorDataset(inputs, targets), 8, collate_fn=readable)
+    with pytest.raises((ConfigurationError, WorkerRaisedError), match=r"log\('error'(.|\n)*batch_size="):
+        trainer_on(world_size).test(AnyShape(), batches)
+    [found] = trainer_on(world_size).test(Counting(), batches)
+    first = inputs[:, 0]
+    assert found["error"] == pytest.approx(first[first > 0].mean().item(), abs=1e-12)
 
 
 class ReadsItsEpoch(Regression):

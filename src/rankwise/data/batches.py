@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import multiprocessing
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from multiprocessing import resource_tracker
 from typing import Any, NamedTuple, final
 
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from rankwise.data.sampler import ShardedSampler, length_of, own_generators, own_seed, set_epoch_of
 from rankwise.data.sharding import Loader, is_shardable, with_attributes, with_indices_from
+from rankwise.nested import walked
 from rankwise.processes.signals import interrupts_blocked
 from rankwise.seed import isolated_random_state, mixed_seed, seed_process
 
@@ -108,7 +111,8 @@ class SizedBatches:
     """A loader's batches, with the number of samples in each, and their indices.
 
     That is known for a plain `DataLoader` that puts samples together: from its batches of indices; where it
-    has none, or loads them in any order, from what its collate function gets.
+    has none, or loads them in any order, from what its collate function gets. It is not known where nothing
+    in the batch has that length: a collate function, or `__getitems__`, has left samples out, or made more.
 
     Attributes:
         sizes: of the batches that were yielded since the last begin, in their order; None for unknown.
@@ -140,9 +144,40 @@ class SizedBatches:
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         for loaded in batches:
             size, indices, batch = self._described(loaded)
-            self.sizes.append(size)
+            self.sizes.append(size if size is None or _has_size(batch, size) else None)
             self.indices.append(indices)
             yield batch
+
+
+def _has_size(batch: Any, size: int) -> bool:
+    """Return whether something in a batch has the length `size`: the batch may hold so many samples.
+
+    That is the first or second dimension of a tensor or array, or the length of a list or tuple. A batch
+    without any of them is believed, and so is one of a single sample, which need not be put in a list.
+    """
+    first = batch[0] if type(batch) in (list, tuple) and batch else batch
+    if size == 1 or (type(first) is Tensor and first.ndim and first.shape[0] == size):  # as most batches are
+        return True
+    lengths = [length for item in walked(batch, _parts_of) for length in _lengths_of(item)]
+    return size in lengths or not lengths
+
+
+def _parts_of(value: Any) -> Iterable[Any] | None:
+    """Return the parts of a container in a batch."""
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (list, tuple)):
+        return value
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return None
+
+
+def _lengths_of(value: Any) -> Iterable[int]:
+    if isinstance(value, (list, tuple)):
+        return (len(value),)
+    shape = getattr(value, "shape", ())
+    return shape[:2] if isinstance(shape, tuple) else ()
 
 
 def _begun(loader: Any) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,11 +10,13 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
     TensorDataset,
+    default_collate,
 )
 
 from rankwise.data import shard_for_evaluation, shard_for_training
@@ -146,3 +149,54 @@ def test_a_loader_that_changes_its_batches() -> None:
     sized = SizedBatches(Halved(dataset(8), 4))
     assert [batch.tolist() for [batch] in sized] == [[0, 1], [4, 5]]
     assert list(sized.sizes) == [None, None]
+
+
+def taken(samples: list[Any]) -> list[Any]:
+    """Return the samples without the fourth of the data."""
+    return [sample for sample in samples if int(sample[0]) != 3]
+
+
+def graphs(samples: list[Any]) -> Any:
+    """Return a batch of graphs of several nodes each."""
+    return {"nodes": torch.zeros(20, 4), "graphs": torch.zeros(len(samples))}
+
+
+COLLATED: dict[str, tuple[Callable[[list[Any]], Any], list[int | None]]] = {
+    "left out": (lambda samples: default_collate(taken(samples)), [3, None, 1]),
+    "left out of lists": (lambda samples: {"numbers": [int(one) for [one] in taken(samples)]}, [3, None, 1]),
+    "flattened": (lambda samples: torch.zeros(4 * len(samples), 9), [None, None, 1]),
+    "packed": (lambda samples: {"tokens": torch.zeros(1, 50)}, [None, None, 1]),
+    "second dimension": (lambda samples: (torch.zeros(50, len(samples)), torch.zeros(50)), [3, 3, 1]),
+    "one of several": (graphs, [3, 3, 1]),
+    "lists": (lambda samples: [[torch.zeros(5)] * len(samples), "names"], [3, 3, 1]),
+    "objects": (iter, [3, 3, 1]),
+}
+
+
+@pytest.mark.parametrize("kind", COLLATED)
+def test_what_is_collated_has_the_size(kind: str) -> None:
+    """The size is not known of a batch in which nothing has the length of its indices."""
+    collate, expected = COLLATED[kind]
+    sized = SizedBatches(DataLoader(dataset(7), 3, collate_fn=collate))
+    list(sized)
+    assert list(sized.sizes) == expected
+
+
+class Together(Dataset[Any]):
+    """Reads several samples at once, and leaves out those that it cannot read."""
+
+    def __len__(self) -> int:
+        return 7
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [torch.tensor(index) for index in indices if index != 3]
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(index)
+
+
+def test_samples_that_are_left_out_together() -> None:
+    """`__getitems__` may return fewer samples than it was asked for."""
+    sized = SizedBatches(DataLoader(Together(), 3))
+    assert [len(batch) for batch in sized] == [3, 2, 1]
+    assert list(sized.sizes) == [3, None, 1]

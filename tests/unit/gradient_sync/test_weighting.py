@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.utils.data import (
     IterableDataset,
     SequentialSampler,
     TensorDataset,
+    default_collate,
 )
 
 from rankwise import Trainer, TrainingModule
@@ -466,6 +468,22 @@ def test_unknown_batch_sizes_are_refused() -> None:
     """The batch sizes of an iterable data set are unknown: the error says to log them."""
     with pytest.raises(ConfigurationError, match="log_weight"):
         trainer_of(2, gradient_weighting="samples").fit(Fit(), DataLoader(Stream(), batch_size=2))
+
+
+def some_of(count: int, samples: list[Any]) -> Any:
+    """Put together so many of the samples, each twice at most."""
+    return default_collate((samples * 2)[:count])
+
+
+@pytest.mark.parametrize(("world_size", "accumulate"), [(1, 2), (2, 1), (3, 1)])
+def test_samples_that_are_left_out(world_size: int, accumulate: int) -> None:
+    """A collate function that drops samples makes batches of unknown sizes; so does one that makes more."""
+    for count in (2, 8):
+        loader = DataLoader(dataset(24), 4, collate_fn=partial(some_of, count))
+        with pytest.raises(
+            ConfigurationError, match=r"does not know the size of batch 0.*\n.*\n.*log_weight"
+        ):
+            fit_on_ranks(world_size, loader, accumulate=accumulate, gradient_weighting="samples")
 
 
 def fit_own_split(make_loader: Callable[[int], Any]) -> list[Tensor]:

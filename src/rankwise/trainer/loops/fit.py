@@ -197,7 +197,10 @@ class FitLoop:
         self._stage.is_last_batch = is_last
         batch = self._transfer(batch)
         is_padding = self._schedule.is_padding
-        self._results.begin_batch(0 if is_padding else self._share.take_size(), is_muted=is_padding)
+        size = 0 if is_padding else self._share.take_size()
+        if size is None:
+            self._optimization.weighting.check_unknown_size(batch_idx)
+        self._results.begin_batch(size, is_muted=is_padding)
         if self._skipping.agree(self._hooks.call("on_train_batch_start", batch, batch_idx)):
             self._skip_rest()
             return False

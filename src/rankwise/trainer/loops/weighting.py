@@ -61,13 +61,27 @@ class BatchWeighting:
         split = "has no index stream that rankwise has split"
         if sizes is not None:
             split = f"is split over {sizes.num_replicas}, not over {replicas} ranks by rankwise"
-        is_automatic = self._module.automatic_optimization
-        by_hand = "self.log_weight(n)" if is_automatic else "self.manual_backward(loss, weight=n)"
         raise ConfigurationError(
             message='gradient_weighting="samples" needs batch sizes that are known beforehand.',
             facts=f"this {name} {split}, so a rank cannot compute the batch sizes of the others.",
-            remedy=f'gradient_weighting="logged", and {by_hand} in training_step.',
+            remedy=f'gradient_weighting="logged", and {self._by_hand} in training_step.',
         )
+
+    def check_unknown_size(self, batch_idx: int) -> None:
+        """Raise ConfigurationError if a batch is weighted that may have other samples than its indices."""
+        if self._sizes is not None:
+            raise ConfigurationError(
+                message=f'gradient_weighting="samples" does not know the size of batch {batch_idx}.',
+                facts="nothing in it has the length of its list of indices: a collate function, __getitems__ "
+                "or the loader has left samples out, or made more of them.",
+                remedy=f'gradient_weighting="logged", and {self._by_hand} in training_step.',
+            )
+
+    @property
+    def _by_hand(self) -> str:
+        """How to log a weight."""
+        is_automatic = self._module.automatic_optimization
+        return "self.log_weight(n)" if is_automatic else "self.manual_backward(loss, weight=n)"
 
     @property
     def _has_effect(self) -> bool:

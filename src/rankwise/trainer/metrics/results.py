@@ -336,7 +336,8 @@ class Results:
         if self._batch_size is None and is_weighted:
             raise ConfigurationError(
                 message=f"log({name!r}) averages over batches, but the size of this batch is not known.",
-                facts="it is known for a plain DataLoader that makes batches of samples itself.",
+                facts="it is known for a plain DataLoader that makes batches of samples itself, if its "
+                "collate function or __getitems__ leaves out none and makes no more.",
                 remedy=f'self.log("{name}", value, batch_size=number_of_samples).',
             )
         return 1 if self._batch_size is None else self._batch_size
