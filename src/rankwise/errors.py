@@ -753,6 +753,8 @@ class RankMismatchError(RankwiseError, RuntimeError):
             )
         if "the seed" in self.differences:
             fix += " Use one seed, seed_everything(1): each rank draws from a stream of its own in a fit."
+        if any(name.startswith("which samples ") for name in self.differences):
+            fix += " Call seed_everything(1) before data are split at random."
         if any(name.endswith(UNOWNED) for name in self.differences):
             fix += (
                 " For a layer that a callback trains, wrapped = trainer.strategy.setup_module(module.layer) "

@@ -16,7 +16,7 @@ from typing import Any, SupportsIndex, final
 
 import torch
 
-from rankwise import ranks
+from rankwise import ranks, start
 from rankwise.errors import InvalidArgumentError, InvalidTypeError
 from rankwise.lazy_names import CollectionsPaused
 
@@ -349,3 +349,17 @@ class RandomStreams:
         number = self._counts[name] = self._counts.get(name, 0) + 1
         text = int.from_bytes(name.encode(), "big")
         return mixed_seed(self._seed, *position, text, number)
+
+
+def _begin() -> dict[str, Any]:
+    """Return the random state with which the program begins to use rankwise.
+
+    A script that is run again takes over that of the main process, so that both split their data alike.
+    """
+    if start.main_random_state is not None:
+        set_random_state(start.main_random_state(), _CPU)
+    return get_random_state(_CPU)
+
+
+AT_IMPORT = _begin()
+"""The random state of this program when it imported this module."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import (
@@ -316,3 +317,59 @@ def test_metrics_within_fit_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     trainer.fit(Normed(), data, data)
     [after] = trainer_on(2).validate(Normed(), data, ckpt_path=saving.path)
     assert float(trainer.callback_metrics["val_loss"]) == pytest.approx(after["val_loss"], rel=0, abs=1e-12)
+
+
+class Gathering(Regression):
+    """Calls collectives in its steps, in several ways."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.mean = torchmetrics.MeanMetric(dist_sync_on_step=kind == "metric")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        number = batch[0][:, 0].mean()
+        if self.kind == "module":
+            self.all_gather(number)
+        elif self.kind == "strategy":
+            self.trainer.strategy.all_reduce(number)
+        elif self.kind == "torch" and dist.is_initialized():
+            dist.all_reduce(number)
+        elif self.kind == "metric":
+            self.mean(number)
+
+    def on_validation_batch_end(self, *arguments: Any) -> None:
+        if self.kind == "hook":
+            self.all_gather(torch.ones(()))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("ranks", float(self.all_gather(torch.ones(())).sum()))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kind"),
+    [
+        pytest.param(2, "module", marks=pytest.mark.quick),
+        (3, "strategy"),
+        (2, "torch"),
+        (2, "metric"),
+        (3, "hook"),
+    ],
+)
+def test_collectives_in_steps(world_size: int, kind: str) -> None:
+    """They are refused where the ranks have different numbers of batches, and work elsewhere."""
+    batches: DataLoader[Any] = DataLoader(dataset(4 * world_size + 1), 2)
+    with pytest.raises(
+        WorkerRaisedError, match=r"validation_step, which the ranks do not call equally often"
+    ):
+        trainer_on(world_size).validate(Gathering(kind), batches)
+    for number, options in ((4 * world_size, {}), (4 * world_size + 1, {"limit_val_batches": 2})):
+        even: DataLoader[Any] = DataLoader(dataset(number), 2)
+        [found] = trainer_on(world_size, **options).validate(Gathering(kind), even)
+        assert found["ranks"] == world_size
+
+
+def test_collectives_in_steps_of_one_process() -> None:
+    """One process has no ranks that could differ."""
+    [found] = trainer_on(1).validate(Gathering("module"), DataLoader(dataset(9), 2))
+    assert found["ranks"] == 1

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, final
 
+from rankwise import seed
 from rankwise.errors import LaunchRefusedError, WorkerError
 from rankwise.launchers.channel import Kind, RankChannel
 from rankwise.launchers.context import CallerLauncher, RankRun, WorkerContext
@@ -32,7 +33,7 @@ from rankwise.monitoring.heartbeat import HeartbeatReader, heartbeat_written_to
 from rankwise.processes import parent_death
 from rankwise.processes.command_line import count_launch, rerun_command
 from rankwise.processes.exit_codes import exit_code_of, exit_now, report_at_exit
-from rankwise.processes.shared_memory import owned_descriptor, unpack
+from rankwise.processes.shared_memory import owned_descriptor, pack, unpack
 from rankwise.processes.signals import StoppedBySignal
 from rankwise.processes.started_process import PopenProcess
 from rankwise.ranks import RankInfo
@@ -129,7 +130,8 @@ class ScriptLauncher(CallerLauncher):
 def _start_command(
     command: list[str], directory: str, worker: WorkerContext, links: WorkerLinks
 ) -> PopenProcess:
-    """Run a command as one more rank."""
+    """Run a command as one more rank, which begins with this process's random state."""
+    pack(seed.AT_IMPORT, links.values.number)
     files = {"values": links.values.number, "heartbeat": links.heartbeat.number}
     descriptors = {"channel": links.channel.fileno(), **files}
     context = describe_context(worker, descriptors)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
+from rankwise import start
 from rankwise.errors import RendezvousTimeoutError
 from rankwise.failures.classify import start_exception_chain
 from rankwise.launchers.channel import Kind, RankChannel
@@ -176,7 +177,8 @@ def attach(description: str) -> None:
 
     Does nothing in a program that such a worker has started, which has the variable, but not the channel.
 
-    Mutates: the handler of SIGINT, which the main process handles.
+    Mutates: the handler of SIGINT, which the main process handles; and, when `rankwise.seed` is imported, the
+    random state.
     """
     source = f"the environment variable {CONTEXT_VARIABLE}"
     found = decoded(_Description, description, source, "unset it: only rankwise sets it.")
@@ -187,8 +189,16 @@ def attach(description: str) -> None:
         return
     for descriptor in (found.channel, found.heartbeat, found.values):
         os.set_inheritable(descriptor, False)
+    start.main_random_state = partial(_random_state_in, found.values)
     channel = open_channel(socket.socket(fileno=found.channel), found.heartbeat)
     set_running_script(InheritedContext(found.ranks, found.variables, found.address, channel, found.values))
+
+
+def _random_state_in(values: int) -> Any:
+    """Return what the main process has packed before this process has: its random state at import."""
+    from rankwise.processes.shared_memory import unpack
+
+    return unpack(values, copy=True)
 
 
 def _wait_until_over(channel: RankChannel, timeout_s: float | None) -> None:

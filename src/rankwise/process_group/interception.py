@@ -51,6 +51,7 @@ _INNER_MODULES = (
     "rankwise.strategies",
 )
 _INNER_PREFIXES = tuple(f"{module}." for module in _INNER_MODULES)
+_PACKAGE = __name__.partition(".")[0]
 _MOST_TENSORS = 4
 
 
@@ -63,6 +64,7 @@ class Call(NamedTuple):
         what: the collective, with its tensors, operation and root, as text.
         where: the caller, as text.
         identity: text that is the same on all ranks of the same collective.
+        is_users: whether the user's code calls it, also by `self.all_gather` of a module.
     """
 
     group: dist.ProcessGroup
@@ -70,6 +72,7 @@ class Call(NamedTuple):
     what: str
     where: str
     identity: str
+    is_users: bool = True
 
 
 Observer = Callable[[Call], None]
@@ -100,6 +103,19 @@ def intercepted(observer: Observer) -> Iterator[None]:
                 _undo.pop()()
 
 
+@contextmanager
+def own_calls_intercepted(observer: Observer) -> Iterator[None]:
+    """Call `observer` before each collective that the user's code runs in this thread; see `intercepted`."""
+    thread = threading.get_ident()
+
+    def observe(call: Call) -> None:
+        if call.is_users and threading.get_ident() == thread:
+            observer(call)
+
+    with intercepted(observe):
+        yield
+
+
 def _wrap_all() -> None:
     for owner, table in ((dist.ProcessGroup, _METHODS), (dist, _FUNCTIONS)):
         for name, rule in table.items():
@@ -122,7 +138,7 @@ def _observed(plain: Any, name: str, rule: tuple[str, int]) -> Any:
 
 def call_from_here(group: dist.ProcessGroup, name: str) -> Call:
     """Describe the calling code as a collective of the given name."""
-    _, where, _ = _caller(name, sys._getframe(1))
+    _, where, _, _ = _caller(name, sys._getframe(1))
     return Call(group, name, name, where, f"{name} {where}")
 
 
@@ -131,11 +147,12 @@ def _call(group: dist.ProcessGroup, method: str, rule: tuple[str, int], args: tu
     tensors = args[position] if amount != _NOTHING and position < len(args) else ()
     described = _described(tensors, whole=amount == _WHOLE)
     details, is_rooted = _details(method, args)
-    name, where, where_without_line = _caller(method, sys._getframe(2))
+    name, where, where_without_line, is_users = _caller(method, sys._getframe(2))
     of = f" of {described}" if described else ""
     what = f"{name}{of}{f' ({details})' if details else ''}"
     # Code often branches on being the root, so for a collective with a root the line may differ.
-    return Call(group, name, what, where, f"{what} {where_without_line if is_rooted else where}")
+    identity = f"{what} {where_without_line if is_rooted else where}"
+    return Call(group, name, what, where, identity, is_users)
 
 
 def _described(tensors: Any, *, whole: bool) -> str:
@@ -179,9 +196,12 @@ def _details(name: str, args: tuple[Any, ...]) -> tuple[str, bool]:
     return ", ".join(details), is_rooted
 
 
-def _caller(name: str, frame: FrameType | None) -> tuple[str, str, str]:
-    """Return the function of torch.distributed that was called, and where, with and without the line."""
-    is_torch, is_in_backward = True, False
+def _caller(name: str, frame: FrameType | None) -> tuple[str, str, str, bool]:
+    """Return the function of torch.distributed that was called, and where, with and without the line.
+
+    The last value is whether that is the user's code: not rankwise's, except a method that forwards a call.
+    """
+    is_torch, is_in_backward, module = True, False, ""
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
         if not f"{module}.".startswith(_INNER_PREFIXES):
@@ -192,10 +212,11 @@ def _caller(name: str, frame: FrameType | None) -> tuple[str, str, str]:
         is_in_backward |= module.startswith("torch.autograd") and frame.f_code.co_name in _BACKWARD
         frame = frame.f_back
     if frame is None:  # in a thread of C++
-        return name, "in a backward pass", "in a backward pass"
+        return name, "in a backward pass", "in a backward pass", False
     at = f"{'in the backward pass ' if is_in_backward else ''}at {_file_of(frame)}"
     function = f" in {frame.f_code.co_name}"
-    return name, f"{at}:{frame.f_lineno}{function}", f"{at}{function}"
+    is_users = module.partition(".")[0] != _PACKAGE or frame.f_code.co_name in ("all_gather", "all_reduce")
+    return name, f"{at}:{frame.f_lineno}{function}", f"{at}{function}", is_users
 
 
 def _file_of(frame: FrameType) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import ConcatDataset, Subset
 
 from rankwise.data.batches import sharded_sampler_of
 from rankwise.data.sampler import length_of
 from rankwise.data.sharding import is_shardable, is_split, order_seed
 from rankwise.errors import ConfigurationError
+from rankwise.nested import walked
 from rankwise.strategies.agreement import check_ranks_agree
 
 if TYPE_CHECKING:
@@ -27,7 +31,7 @@ def replica_of(strategy: Strategy) -> dict[str, int]:
 
 
 def fingerprint_of_loaders(words: str, loaders: list[Any], is_split_here: bool) -> dict[str, str]:
-    """Return what must be the same of loaders: their number, and their lengths unless split.
+    """Return what must be the same of loaders: their number; unless split, lengths and indices of subsets.
 
     `words` is what they are called in messages, such as `"training"`.
     """
@@ -38,7 +42,28 @@ def fingerprint_of_loaders(words: str, loaders: list[Any], is_split_here: bool) 
             facts[name] = f"{length_of(loader.dataset)} samples, {length_of(loader)} batches"
             if order_seed(loader) is not None:
                 facts[name] += ", in the order of its own generator"
+            if (digest := _digest_of_subsets(loader.dataset)) is not None:
+                facts[f"which samples {name} has"] = digest
     return facts
+
+
+def _digest_of_subsets(dataset: Any) -> str | None:
+    """Return a digest of the indices of torch's subsets, also within each other; None if there are none.
+
+    Processes that each split their data at random, without a seed, have other ones.
+    """
+    digest = None
+    for each in walked(dataset, _parts_of):
+        if isinstance(each, Subset):
+            digest = digest or hashlib.blake2b(digest_size=8)
+            digest.update(repr([int(index) for index in each.indices]).encode())
+    return None if digest is None else f"indices {digest.hexdigest()}"
+
+
+def _parts_of(dataset: Any) -> list[Any] | None:
+    if isinstance(dataset, Subset):
+        return [dataset.dataset]
+    return list(dataset.datasets) if isinstance(dataset, ConcatDataset) else None
 
 
 def agreed_order_seeds(

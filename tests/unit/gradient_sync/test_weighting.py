@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -467,15 +468,16 @@ def test_unknown_batch_sizes_are_refused() -> None:
         trainer_of(2, gradient_weighting="samples").fit(Fit(), DataLoader(Stream(), batch_size=2))
 
 
+def some_of(count: int, samples: list[Any]) -> Any:
+    """Put together so many of the samples, each twice at most."""
+    return default_collate((samples * 2)[:count])
+
+
 @pytest.mark.parametrize(("world_size", "accumulate"), [(1, 2), (2, 1), (3, 1)])
 def test_samples_that_are_left_out(world_size: int, accumulate: int) -> None:
     """A collate function that drops samples makes batches of unknown sizes; so does one that makes more."""
-
-    def of_size(count: int) -> Callable[[Any], Any]:
-        return lambda samples: default_collate((samples * 2)[:count])
-
     for count in (2, 8):
-        loader = DataLoader(dataset(24), 4, collate_fn=of_size(count))
+        loader = DataLoader(dataset(24), 4, collate_fn=partial(some_of, count))
         with pytest.raises(
             ConfigurationError, match=r"does not know the size of batch 0.*\n.*\n.*log_weight"
         ):

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    random_split,
+)
 
 from rankwise.data.sharding import order_seed
 from rankwise.errors import RankMismatchError
@@ -15,6 +22,8 @@ from rankwise.process_group.rank_facts import differences
 from rankwise.strategies.agreement import check_ranks_agree, fingerprint_of
 from rankwise.strategies.data_split import agreed_order_seeds, fingerprint_of_loaders
 from rankwise.trainer.consistency import fingerprint_of_checkpoint
+from tests.helpers.threaded import ThreadedStrategy, run_ranks
+from tests.process.training_tasks import quiet_trainer
 from tests.unit.trainer.helpers import Line, WithSecondRank, loader, samples, trainer, with_second_rank
 
 
@@ -125,6 +134,21 @@ def test_ranks_that_do_not_find_the_same_checkpoint(tmp_path: Path) -> None:
     train = trainer(tmp_path, strategy=WithSecondRank(other), devices=2)
     with pytest.raises(RankMismatchError, match=r"global_step 4, .* on global_rank 0; none on global_rank 1"):
         train.fit(Line(), loader(), ckpt_path="last")
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_ranks_that_split_their_data_otherwise(is_nested: bool) -> None:
+    """Each rank of an unseeded script has another random split, which is an error before the first batch."""
+
+    def fit(rank: int) -> None:
+        subset: Any = random_split(samples(), [6, 2], generator=torch.Generator().manual_seed(rank))[0]
+        data = Subset(ConcatDataset([subset, subset]), range(8)) if is_nested else subset
+        strategy = ThreadedStrategy(rank, 2)
+        quiet_trainer(strategy, 2, max_epochs=1).fit(Line(), DataLoader(data, 2))
+
+    says = r"which samples the training loader has: indices .* on global_rank 0; (.|\n)*seed_everything\(1\)"
+    with pytest.raises(RankMismatchError, match=says):
+        run_ranks(2, fit)
 
 
 def test_loaders_that_are_dealt_out_have_one_length() -> None:

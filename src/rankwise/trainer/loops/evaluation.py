@@ -5,19 +5,23 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import zip_longest
+from functools import cached_property, partial
+from itertools import count, takewhile, zip_longest
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 
+from rankwise.data.batches import batch_sizes
+from rankwise.errors import ConfigurationError
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.nested import to_device
+from rankwise.process_group.collectives import ranks_of
+from rankwise.process_group.interception import Call, own_calls_intercepted
 from rankwise.strategies.data_split import check_same_order
-from rankwise.trainer.data_loaders import PHASE_NAMES
+from rankwise.trainer.data_loaders import PHASE_NAMES, limited
 from rankwise.trainer.hooks import num_step_arguments
 from rankwise.trainer.loops.batch_transfer import BatchTransfer
 from rankwise.trainer.metrics.results import Results, StepOfEvaluation
@@ -61,6 +65,57 @@ def _leave_inference_mode(module: nn.Module) -> None:
             for name, value in list(held.items()):
                 if isinstance(value, Tensor) and value.is_inference():
                     held[name] = copies.setdefault(id(value), value.clone())
+
+
+@final
+class _StepCollectives:
+    """Refuse the user's collectives in the steps of a loader of which ranks have other numbers of batches.
+
+    Only some ranks would come to the last of them. Numbers that a rank cannot compute for others are not
+    compared.
+
+    Attributes:
+        share: of the loader whose batch is evaluated; None outside of steps.
+    """
+
+    def __init__(self, context: LoopContext, stage: Literal["validate", "test", "predict"]) -> None:
+        self._context = context
+        self._stage = stage
+        self.share: LoaderShard | None = None
+
+    def checked(self) -> AbstractContextManager[None]:
+        """Return the block of an evaluation."""
+        has_others = self._context.strategy.world_size > 1
+        return own_calls_intercepted(self._check) if has_others else contextlib.nullcontext()
+
+    def _check(self, call: Call) -> None:
+        replicas = ranks_of(self._context.strategy.data_parallel_group)
+        is_of_replicas = len({*replicas} & {*ranks_of(call.group)}) > 1  # others have the same data
+        numbers = self._numbers(self.share) if self.share is not None and is_of_replicas else []
+        if len(set(numbers)) > 1:
+            name = _NAMES[self._stage][1]
+            raise ConfigurationError(
+                message=f"{call.name} in {name}_step, which the ranks do not call equally often.",
+                facts=f"{call.where}; the ranks have {numbers} batches, as each sample is evaluated once.",
+                remedy=f"collect in the step, and call it in on_{name}_epoch_end; or self.log(...), which "
+                "reduces over all ranks; or evaluate data that the ranks divide evenly.",
+            )
+
+    def _numbers(self, share: LoaderShard) -> list[int]:
+        """Return each rank's number of batches; [] if it is not known."""
+        sizes = batch_sizes(share.loader)
+        if sizes is None:
+            return []
+        limit, stage = self._context.options.limit(self._stage), self._context.stage
+        numbers: list[float] = [
+            sum(1 for _ in takewhile(partial(sizes.size_of, rank), count()))
+            for rank in range(sizes.num_replicas)
+        ]
+        if self._stage == "predict":  # the limit is one of all ranks' batches
+            whole = int(limited(sum(numbers), limit))
+            return [len(range(rank, whole, sizes.num_replicas)) for rank in range(sizes.num_replicas)]
+        most = self._context.options.num_sanity_val_steps if stage.is_sanity_check else -1
+        return [int(min(limited(number, limit), number if most < 0 else most)) for number in numbers]
 
 
 @final
@@ -145,7 +200,8 @@ class EvaluationLoop:
             getattr(module, f"on_{name}_model_eval")()
             self._hook("start")
             self._hook("epoch_start")
-            yield
+            with self._collectives.checked():
+                yield
             self._hook("end")
             if name != "predict" and (set_mode := hooks.own(f"on_{name}_model_train")) is not None:
                 kept.pop_all()
@@ -181,6 +237,7 @@ class EvaluationLoop:
         phase, name = _NAMES[self.stage]
         indices = batch_idx, dataloader_idx
         report_phase(phase)
+        self._collectives.share = self.shares[dataloader_idx]
         batch = self._transfer(batch, dataloader_idx)
         results.begin_batch(self.shares[dataloader_idx].take_size())
         arguments = (batch, batch_idx, dataloader_idx)[: self._step_arguments]
@@ -189,10 +246,15 @@ class EvaluationLoop:
             outputs = self._step(*arguments)
         context.hooks.call(f"on_{name}_batch_end", outputs, batch, *indices)
         results.end_batch()
+        self._collectives.share = None
         return outputs
 
     def _hook(self, moment: str) -> None:
         self.context.hooks.call(f"on_{_NAMES[self.stage][1]}_{moment}")
+
+    @cached_property
+    def _collectives(self) -> _StepCollectives:
+        return _StepCollectives(self.context, self.stage)
 
     @cached_property
     def _transfer(self) -> BatchTransfer:
