@@ -69,7 +69,11 @@ def test_flags_and_arguments_survive(run_script: ScriptRunner) -> None:
     python_args = ("-X", "utf8", "-b", "-W", "ignore::UserWarning")
     _, other = facts_of_ranks(run_script(MAIN, "--flag", "a b", python_args=python_args))
     assert other["argv"] == [str(run_script.folder / "script.py"), "--flag", "a b"]
-    assert (other["utf8"], other["bytes_warning"], other["warnings"]) == (1, 1, ["ignore::UserWarning"])
+    assert (other["utf8"], other["bytes_warning"], other["warnings"]) == (
+        1,
+        1,
+        ["ignore::UserWarning", "default::BytesWarning"],
+    )
 
 
 def test_a_module_is_run_again_as_a_module(run_script: ScriptRunner) -> None:
