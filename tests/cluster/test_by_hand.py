@@ -124,7 +124,11 @@ def start(
     ]
 
 
-@pytest.mark.parametrize("method", ["popen", "fork"])
+METHODS = pytest.mark.parametrize("method", ["popen", pytest.param("fork", marks=pytest.mark.soak)])
+"""How the second rank of a node starts; other tests here fork it."""
+
+
+@METHODS
 def test_each_node_starts_its_own(hosts: TwoHosts, run_script: ScriptRunner, method: str) -> None:
     """Four ranks on two nodes connect at node 0's address, and again for a second job."""
     results = [each.finish(timeout=110) for each in start(hosts, run_script, method, "end")]
@@ -162,7 +166,7 @@ def test_a_failure_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptRun
         assert "raised ValueError: boom on purpose" in result.stderr, results
 
 
-@pytest.mark.parametrize("method", ["popen", "fork"])
+@METHODS
 def test_a_kill_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptRunner, method: str) -> None:
     """A killed rank is named by its launching process, on the other node too."""
     results = [each.finish(timeout=110) for each in start(hosts, run_script, method, "kill")]
@@ -172,7 +176,7 @@ def test_a_kill_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptRunner
         assert "was killed by SIGKILL" in result.stderr, results
 
 
-@pytest.mark.parametrize("method", ["popen", "fork"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("popen", marks=pytest.mark.soak)])
 def test_who_is_in_no_collective_hears_too(hosts: TwoHosts, run_script: ScriptRunner, method: str) -> None:
     """When rank 0 fails, and the store with it, sleeping ranks of the other node are stopped."""
     results = [each.finish(timeout=110) for each in start(hosts, run_script, method, "apart")]
@@ -190,7 +194,7 @@ def test_who_is_in_no_collective_hears_too(hosts: TwoHosts, run_script: ScriptRu
     [
         ("popen", "kill early", 137),
         ("fork", "raise early", 1),
-        ("popen", "early, when all have met", 137),
+        pytest.param("popen", "early, when all have met", 137, marks=pytest.mark.soak),
         ("fork", "early, when all have met", 137),
     ],
 )

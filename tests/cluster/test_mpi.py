@@ -26,7 +26,6 @@ CONTAINER = {
 
 
 PACKAGES = {"mpirun.openmpi": "openmpi-bin", "mpiexec.hydra": "mpich"}
-launchers = pytest.mark.parametrize("launcher", PACKAGES)
 ADDRESS = {"MASTER_ADDR": TwoHosts.names[0], "MASTER_PORT": "29500"}
 ON_BOTH = {
     "mpirun.openmpi": f"--host {','.join(TwoHosts.names)} "
@@ -45,7 +44,9 @@ def check(result: ScriptResult) -> None:
     check_doctor(result.stdout, "mpi", world_size=2)
 
 
-@launchers
+@pytest.mark.parametrize(
+    "launcher", ["mpiexec.hydra", pytest.param("mpirun.openmpi", marks=pytest.mark.soak)]
+)
 def test_digits(launcher: str, run_script: ScriptRunner) -> None:
     """The launcher's two ranks are detected, connect on loopback, and train."""
     command = ["bash", str(EXAMPLES / "mpi" / "digits.sh"), *BRIEF]
@@ -78,7 +79,9 @@ def on_two_hosts(
     return runner.command(run, env=variables, cwd=REPOSITORY, timeout=LIMIT_S)
 
 
-@launchers
+@pytest.mark.parametrize(
+    "launcher", ["mpirun.openmpi", pytest.param("mpiexec.hydra", marks=pytest.mark.soak)]
+)
 def test_two_nodes(launcher: str, hosts: TwoHosts, run_script: ScriptRunner) -> None:
     """One rank on each of two hosts: they connect at `MASTER_ADDR`, and train."""
     options = " -x MASTER_ADDR -x MASTER_PORT" if launcher == "mpirun.openmpi" else ""

@@ -142,6 +142,13 @@ def test_requests_of_a_rank_do_not_grow_with_the_world(
     assert max(large) < 10
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_all_questions() -> None:
+    """Each is answered; `.ci/run` asks the cheaper ones."""
+    subprocess.run([sys.executable, "-m", "benchmarks", "--quick"], cwd=DOCS.parent, check=True)
+
+
 KILLED = """
     import os, signal, subprocess, sys, tempfile
     from benchmarks.cleanup import end_programs_with_this_process

@@ -103,10 +103,10 @@ class Normalised(Regression):
 
 
 def test_averaged_weights_are_everybodys(tmp_path: Path) -> None:
-    """All ranks validate one average; the caller of spawned ranks gets it, and the checkpoint has it."""
+    """All ranks validate one average; their caller gets it, and the checkpoint has it."""
     saving = ModelCheckpoint(tmp_path, "own")
     trainer = quiet_trainer(
-        "ddp_spawn",
+        "ddp_forkserver",
         2,
         max_epochs=2,
         callbacks=[EMAWeightAveraging(decay=0.5), saving],

@@ -52,9 +52,9 @@ def fitted(strategy: str, devices: int, folder: Path) -> tuple[Prepared, Regress
 
 
 def test_two_processes_as_one(tmp_path: Path) -> None:
-    """Under spawn weights are those of one process, and what the hooks have set is in the caller."""
+    """Under forkserver weights are those of one process, and what the hooks have set is in the caller."""
     _, expected = fitted("single_device", 1, tmp_path)
-    data, module = fitted("ddp_spawn", 2, tmp_path)
+    data, module = fitted("ddp_forkserver", 2, tmp_path)
     for mine, theirs in zip(module.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
     assert data.path.read_text() == "prepared\n"

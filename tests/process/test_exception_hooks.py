@@ -88,7 +88,9 @@ SCRIPT = """
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-@pytest.mark.parametrize(("who", "command"), [(0, "python"), (1, "python"), (1, "torchrun")])
+@pytest.mark.parametrize(
+    ("who", "command"), [(0, "python"), (1, "python"), pytest.param(1, "torchrun", marks=pytest.mark.soak)]
+)
 def test_a_checkpoint_in_a_script(who: int, command: str, tmp_path: Path, run_script: ScriptRunner) -> None:
     """So it does where the main process is rank 0, and under torchrun."""
     path = tmp_path / "failed.ckpt"
@@ -109,7 +111,7 @@ def test_a_hook_that_hangs(who: int) -> None:
 HANGING_SCRIPT = SCRIPT.replace("Saves(path)", "Hangs()")
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_hook_that_hangs_in_a_script(who: int, tmp_path: Path, run_script: ScriptRunner) -> None:
     """So it does where rank 0 is the main process."""
     result = run_script(HANGING_SCRIPT, str(who), "-", env=with_tests())

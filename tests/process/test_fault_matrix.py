@@ -65,6 +65,7 @@ def test_what_is_left_is_found(run: FaultRunner) -> None:
     assert len([line for line in outcome.left if line.endswith("sleep 60") and "caller" not in line]) == 2
 
 
+@pytest.mark.soak
 def test_a_broken_interpreter_is_replaced(run: FaultRunner) -> None:
     """Where the process that starts the jobs has ended, one job fails, and the next has a new process."""
     run(None, "fork")

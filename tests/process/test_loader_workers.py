@@ -123,10 +123,10 @@ SCRIPT = """
 @pytest.mark.parametrize(
     ("start_method", "method"),
     [
-        ("fork", "spawn"),
+        ("fork", "forkserver"),
         *(
             pytest.param(*methods, marks=pytest.mark.soak)
-            for methods in (("fork", "forkserver"), ("popen", "spawn"), ("popen", "forkserver"))
+            for methods in (("fork", "spawn"), ("popen", "spawn"), ("popen", "forkserver"))
         ),
     ],
 )

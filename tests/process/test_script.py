@@ -36,7 +36,6 @@ def facts(strategy):
         "argv": sys.argv,
         "orig_argv": sys.orig_argv[1:],
         "utf8": sys.flags.utf8_mode,
-        "optimize": sys.flags.optimize,
         "bytes_warning": sys.flags.bytes_warning,
         "warnings": sys.warnoptions,
         "cwd": os.getcwd(),
@@ -66,11 +65,15 @@ def facts_of_ranks(result: ScriptResult) -> tuple[dict[str, object], dict[str, o
 
 
 def test_flags_and_arguments_survive(run_script: ScriptRunner) -> None:
-    """`python -X utf8 -O -W ... script.py --flag "a b"` is run again with all of it."""
-    python_args = ("-X", "utf8", "-O", "-W", "ignore::UserWarning")
+    """`python -X utf8 -b -W ... script.py --flag "a b"` is run again with all of it."""
+    python_args = ("-X", "utf8", "-b", "-W", "ignore::UserWarning")
     _, other = facts_of_ranks(run_script(MAIN, "--flag", "a b", python_args=python_args))
     assert other["argv"] == [str(run_script.folder / "script.py"), "--flag", "a b"]
-    assert (other["utf8"], other["optimize"], other["warnings"]) == (1, 1, ["ignore::UserWarning"])
+    assert (other["utf8"], other["bytes_warning"], other["warnings"]) == (
+        1,
+        1,
+        ["ignore::UserWarning", "default::BytesWarning"],
+    )
 
 
 def test_a_module_is_run_again_as_a_module(run_script: ScriptRunner) -> None:

@@ -94,7 +94,7 @@ SCRIPT = """
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-@pytest.fixture(params=["ddp", "torchrun"])
+@pytest.fixture(params=["ddp", pytest.param("torchrun", marks=pytest.mark.soak)])
 @computed_once
 def facts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank of the script prints, by rank."""

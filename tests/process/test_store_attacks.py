@@ -94,7 +94,7 @@ def test_values_that_come_late(keys: str, tmp_path: Path) -> None:
     assert error_after(keys, "delay", tmp_path) == ""
 
 
-@pytest.mark.parametrize("keys", ["addresses", "numbers"])
+@pytest.mark.parametrize("keys", ["addresses", pytest.param("numbers", marks=pytest.mark.soak)])
 def test_values_that_never_come(keys: str, tmp_path: Path) -> None:
     """The job ends in an error, in time."""
     assert error_after(keys, "drop", tmp_path) != ""

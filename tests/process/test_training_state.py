@@ -64,7 +64,7 @@ SPAWNED = """
     from tests.process.training_tasks import Regression, loader, quiet_trainer
 
     if __name__ == "__main__":
-        trainer, module = quiet_trainer("ddp_spawn", 2, max_steps=3), Regression("adam")
+        trainer, module = quiet_trainer("ddp_forkserver", 2, max_steps=3), Regression("adam")
         trainer.fit(module, loader(24, 4))
         [optimizer] = trainer.optimizers
         steps = {int(state["step"]) for state in optimizer.state.values()}
