@@ -98,6 +98,8 @@ class Learner:
 
     def _resume(self, saved: Learner) -> None:
         self.net.load_state_dict(saved.net.state_dict())
+        for name, parameter in saved.net.named_parameters():
+            self.net.get_parameter(name).requires_grad_(parameter.requires_grad)
         for optimizer, other in zip(self.optimizers, saved.optimizers, strict=True):
             optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
         if self.scheduler is not None:
