@@ -245,7 +245,8 @@ class AutomaticOptimization:
         settings, precision = self._context.options, self._strategy.precision
         limit = settings.gradient_clip_val
         if self._clip is not None:
-            self._clip(optimizer, limit or None, settings.gradient_clip_algorithm)
+            with torch.no_grad():  # gradients are views of DDP's buckets, which would keep the graph
+                self._clip(optimizer, limit or None, settings.gradient_clip_algorithm)
         elif limit:
             is_norm = settings.gradient_clip_algorithm != "value"
             clip = precision.clip_gradients_norm if is_norm else precision.clip_gradients_value
