@@ -111,8 +111,11 @@ class AutomaticOptimization:
                 has_backward = True
         if has_backward:
             self._has_gradients = True
-            with self._gradients_kept() if not is_window_end and self._may_change_gradients else _NOTHING:
+            if is_window_end or not self._may_change_gradients:
                 self._hooks.call("on_after_backward")
+            else:
+                with self._gradients_kept():
+                    self._hooks.call("on_after_backward")
         return outputs
 
     def _gradients_kept(self) -> AbstractContextManager[None]:
