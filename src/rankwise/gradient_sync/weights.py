@@ -179,7 +179,8 @@ class WeightCarrier:
 
     def add(self, weight: float, *, is_first: bool) -> Tensor:
         """Add a weight to the window's, which starts with the first; return the zero to add to its loss."""
-        weights: Any = self.total.grad
+        total: Any = self.total.grad
+        weights = total.detach()  # a hook may have changed gradients of its bucket by those of parameters
         if is_first:
             weights.fill_(weight)
         else:

@@ -118,5 +118,9 @@ def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Return whether a tensor has dense values, so that there is a digest of it."""
-    return not is_lazy(tensor) and tensor.layout is torch.strided and not tensor.is_meta
+    """Return whether a tensor has dense values, so that there is a digest of it.
+
+    A class that dispatches operations itself, such as one of quantized weights, may not support those.
+    """
+    is_plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return is_plain and not is_lazy(tensor) and tensor.layout is torch.strided and not tensor.is_meta

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 
 from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.gradient_sync.comm_hook import is_averaging, register_ddp_comm_hook
+from rankwise.process_group.rank_facts import has_values
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -92,7 +92,7 @@ def own_memory(module: nn.Module) -> None:
     """Move parameters and buffers out of shared memory, which a forked rank has in common with the others."""
     copies: dict[int, torch.UntypedStorage] = {}
     for tensor in (*module.parameters(), *module.buffers()):
-        if not is_lazy(tensor) and tensor.is_cpu and tensor.layout is torch.strided and tensor.is_shared():
+        if has_values(tensor) and tensor.is_cpu and tensor.is_shared():
             storage = tensor.untyped_storage()
             own = copies.setdefault(storage.data_ptr(), storage.clone())
             place = tensor.storage_offset(), tensor.size(), tensor.stride()

@@ -63,7 +63,7 @@ def check_values(
     values = {name: each for name, each in values.items() if id(each) in known or id(each) not in inside}
     for number, optimizer in enumerate(context.optimizers):
         originals = strategy.precision.model_parameters(optimizer)
-        for place, (own, original) in enumerate(zip(parameters_of(optimizer), originals, strict=True)):
+        for place, (own, original) in enumerate(zip(parameters_of(optimizer), originals, strict=False)):
             label = f"parameter {place} of optimizer {number}"
             if id(original) in known - inside:
                 values[f"the values of {label}"] = original

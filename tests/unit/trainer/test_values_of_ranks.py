@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from rankwise import TrainingModule
 from rankwise.callbacks import Callback, ModelCheckpoint
 from rankwise.errors import ConfigurationError, InvalidArgumentError, RankMismatchError
-from rankwise.process_group.rank_facts import digest_of, joint_digest
+from rankwise.process_group.rank_facts import digest_of, has_values, joint_digest
 from rankwise.trainer.checkpointing import save_stop_checkpoint
 from tests.helpers.threaded import ThreadedStrategy, counted_reductions, run_ranks
 from tests.process.training_tasks import quiet_trainer
@@ -259,6 +259,20 @@ def test_digests_of_many_changes(dtype: torch.dtype) -> None:
     values = torch.randn(10**4).to(dtype)
     changed = [values, -values, values * 2, values.abs(), torch.cat([-values[:2], values[2:]])]
     assert len(set(map(digest_of, changed))) == len(changed)
+
+
+class Quantized(Tensor):
+    """Dispatches operations itself, and supports none."""
+
+    @classmethod
+    def __torch_dispatch__(cls, *arguments: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_tensors_without_digests() -> None:
+    """Classes that dispatch operations themselves are left out; other subclasses are not."""
+    assert not has_values(torch.ones(2).as_subclass(Quantized))
+    assert has_values(nn.Buffer(torch.ones(2)))
 
 
 def test_digests_of_nan() -> None:

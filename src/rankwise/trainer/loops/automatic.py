@@ -116,8 +116,11 @@ class AutomaticOptimization:
                 has_backward = True
         if has_backward:
             self._has_gradients = True
-            with self._gradients_kept() if not is_window_end and self._may_change_gradients else _NOTHING:
+            if is_window_end or not self._may_change_gradients:
                 self._hooks.call("on_after_backward")
+            else:
+                with self._gradients_kept():
+                    self._hooks.call("on_after_backward")
         return outputs
 
     def _gradients_kept(self) -> AbstractContextManager[None]:
@@ -249,7 +252,8 @@ class AutomaticOptimization:
         settings, precision = self._context.options, self._strategy.precision
         limit = settings.gradient_clip_val
         if self._clip is not None:
-            self._clip(optimizer, limit or None, settings.gradient_clip_algorithm)
+            with torch.no_grad():  # gradients are views of DDP's buckets, which would keep the graph
+                self._clip(optimizer, limit or None, settings.gradient_clip_algorithm)
         elif limit:
             is_norm = settings.gradient_clip_algorithm != "value"
             clip = precision.clip_gradients_norm if is_norm else precision.clip_gradients_value

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from rankwise import TrainingModule
-from rankwise.errors import ConfigurationError
+from rankwise.errors import ConfigurationError, RankMismatchError
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
 from tests.process.training_tasks import quiet_trainer
 from tests.unit.gradient_sync.helpers import FEATURES, assert_close, net
@@ -236,3 +237,35 @@ def test_lazy_parameters() -> None:
     with pytest.raises(ConfigurationError, match=r"lazy(?s:.*)net\.0\.weight(?s:.*)dummy batch"):
         fit(Lazy, 2)
     assert [tuple(each.shape) for each in fit(LazyThatRan, 2)] == [(4, FEATURES), (4,), (1, 4), (1,)]
+
+
+class Checkpointed(Model):
+    """Uses a parameter inside and outside of reentrant activation checkpointing."""
+
+    is_reentrant = True
+
+    def loss(self, batch: Any) -> Tensor:
+        bias: Any = self.net.get_parameter("0.bias")
+        inside = checkpoint(self.net, batch[0] * bias.mean().exp(), use_reentrant=self.is_reentrant)
+        loss: Tensor = (inside - batch[0].sum(dim=1, keepdim=True)).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("mode", ["single_auto_sync", "multi_auto_sync"])
+def test_reentrant_checkpointing(mode: str) -> None:
+    """DDP averages the parameter's gradient before all of it is there: the comparison of ranks finds it."""
+    with pytest.raises(RankMismatchError, match=r"net\.0\.bias"):
+        fit(Checkpointed, 2, {"sync_mode": mode})
+
+
+class CheckpointedOnce(Checkpointed):
+    """The same without a backward pass in the backward pass."""
+
+    is_reentrant = False
+
+
+@pytest.mark.parametrize(("make", "mode"), [(Checkpointed, "forced_sync"), (CheckpointedOnce, "auto")])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_checkpointing_that_is_exact(make: type[Checkpointed], mode: str, ranks: int) -> None:
+    """Averages after the backward pass are right, and so is checkpointing that is not reentrant."""
+    assert_close(fit(make, ranks, {"sync_mode": mode}), fit(make, 1))

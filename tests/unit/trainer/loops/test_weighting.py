@@ -219,3 +219,50 @@ def test_padding_step() -> None:
     weights = [nn.utils.parameters_to_vector(module.parameters()).detach() for module in modules]
     assert torch.equal(weights[0], weights[1])
     assert weights[0].isfinite().all()
+
+
+# ------------------------------------------------------------------------ gradients changed by hooks
+
+
+class Clipped(Tokens):
+    """Limits gradients by the norm of the parameters, without `torch.no_grad`."""
+
+    def limit(self) -> None:
+        for parameter in self.parameters():
+            gradient: Any = parameter.grad
+            gradient.mul_((0.1 * parameter.norm() / gradient.norm()).clamp(max=1))
+
+
+class ClippedInItsHook(Clipped):
+    """In the hook that is for it."""
+
+    def configure_gradient_clipping(self, *arguments: Any) -> None:
+        self.limit()
+
+
+class ClippedBeforeTheStep(Clipped):
+    """In the hook before."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.limit()
+
+
+@pytest.mark.parametrize("mode", ["single_auto_sync", "multi_auto_sync", "forced_sync"])
+@pytest.mark.parametrize("kind", [ClippedInItsHook, ClippedBeforeTheStep])
+def test_hooks_that_change_gradients(kind: type[Clipped], mode: str) -> None:
+    """Gradients may be multiplied by a function of parameters: the weights are those of one process."""
+    data = TensorDataset(batch(0, 0, 24), torch.ones(24, dtype=torch.float64))
+    single = kind(1)
+    strategy = SingleDeviceStrategy(gradient_weighting="logged", accelerator="cpu")
+    trainer = quiet_trainer(strategy, 1, max_epochs=1, accumulate_grad_batches=3)
+    trainer.fit(single, DataLoader(data, batch_size=4))
+    modules = [kind(1) for _ in range(2)]
+
+    def fit(rank: int) -> None:
+        strategy = ThreadedStrategy(rank, 2, gradient_weighting="logged", sync_mode=mode)
+        trainer = quiet_trainer(strategy, 2, max_epochs=1, accumulate_grad_batches=3)
+        trainer.fit(modules[rank], DataLoader(data, batch_size=2))
+
+    run_ranks(2, fit)
+    for found, expected in zip(modules[1].parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
