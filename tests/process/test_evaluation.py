@@ -373,3 +373,32 @@ def test_collectives_in_steps_of_one_process() -> None:
     """One process has no ranks that could differ."""
     [found] = trainer_on(1).validate(Gathering("module"), DataLoader(dataset(9), 2))
     assert found["ranks"] == 1
+
+
+class ByHand(Regression):
+    """Computes a metric by hand, or logs it."""
+
+    def __init__(self, metric: torchmetrics.Metric, *, is_logged: bool = False) -> None:
+        super().__init__()
+        self.metric = metric.set_dtype(torch.float64)
+        self.is_logged = is_logged
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.metric.update(batch[0][:, 0])
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("value", self.metric if self.is_logged else self.metric.compute())
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric:UserWarning")
+def test_a_metric_computed_by_hand_without_data() -> None:
+    """Lists cannot be exchanged where a rank has no batch: an error names the metric. Logging it works."""
+    samples: DataLoader[Any] = DataLoader(dataset(2), 1)
+    expected = dataset(2).tensors[0][:, 0]
+    with pytest.raises(WorkerRaisedError, match=r"'metric' cannot be computed by hand"):
+        trainer_on(3).validate(ByHand(Median()), samples)
+    for world_size in (1, 2, 3):
+        [found] = trainer_on(world_size).validate(ByHand(Median(), is_logged=True), samples)
+        assert found["value"] == pytest.approx(expected.median().item(), abs=1e-12)
+        [found] = trainer_on(world_size).validate(ByHand(torchmetrics.SumMetric()), samples)
+        assert found["value"] == pytest.approx(expected.sum().item(), abs=1e-6)

@@ -185,3 +185,38 @@ def test_a_part_that_does_not_exist(stage: str) -> None:
     """A strategy that gives a rank a part out of range is refused."""
     with pytest.raises(WorkerRaisedError, match="rank=5"):
         getattr(quiet_trainer(Fifth(), 2, max_epochs=1), stage)(Reader())
+
+
+class Unsized(Sampler[int]):
+    """Shuffles with torch's global generator, for some passes over the data; has no length."""
+
+    def __init__(self, passes: int) -> None:
+        self.passes = passes
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(self.passes):
+            yield from torch.randperm(SAMPLES).tolist()
+
+
+class Streaming(Reader):
+    """Has global batches of 6."""
+
+    def loader(self) -> DataLoader[Any]:
+        size = 6 // self.trainer.world_size
+        return DataLoader(torch.arange(24.0), size, sampler=self.sampler)  # type: ignore[arg-type]  # a tensor has samples
+
+    train_dataloader = loader
+
+
+@pytest.mark.parametrize("passes", [1, pytest.param(10**6, marks=pytest.mark.quick)])
+def test_random_samplers_without_length(passes: int) -> None:
+    """One process draws the order that two and three ranks draw, also of a stream that has no end."""
+    found = []
+    for devices in (1, 2, 3):
+        module = Streaming(Unsized, passes)
+        trainer_on(devices, limit_train_batches=3).fit(module)
+        read = module.hparams["read"]
+        found.append([sorted(chain(*step)) for step in zip(*read, strict=True)])
+    assert found[0] == found[1] == found[2]
+    assert len(found[0]) == 6
+    assert len({tuple(step) for step in found[0]}) == 6

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from rankwise import DDPForkStrategy
-from rankwise.callbacks import ModelCheckpoint
+from rankwise.callbacks import Callback, ModelCheckpoint, WeightAveraging
 from rankwise.errors import WorkerRaisedError
 from rankwise.trainer import Trainer
 from tests.process.training_tasks import Regression, dataset, quiet_trainer
@@ -215,3 +217,143 @@ def test_no_batch_on_some_rank() -> None:
         fitted(
             2, DataLoader(Lengths((1, 0)), batch_size=1), uneven_inputs="join", use_distributed_sampler=False
         )
+
+
+class Seeing(Regression):
+    """Keeps what its batch hooks and its step see: the sum of the first feature, and a metric of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric().set_dtype(torch.float64)
+        self.seen = {"start": 0.0, "end": 0.0, "step": 0.0}
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.seen["start"] += float(batch[0][:, 0].sum())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if not self.trainer.is_padding_step:
+            self.seen["step"] += float(batch[0][:, 0].sum())
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert not self.trainer.is_padding_step
+        self.mean.update(batch[0][:, 0])
+        self.seen["end"] += float(batch[0][:, 0].sum())
+
+    def on_train_epoch_end(self) -> None:
+        assert not self.trainer.is_padding_step
+        self.log("mean", self.mean)
+        for name, value in self.seen.items():
+            self.log(name, value, sync_dist=True, reduce_fx="sum")
+
+
+class CountingCallback(Callback):
+    """Counts batches, of all ranks."""
+
+    def __init__(self) -> None:
+        self.counts = [0, 0]
+        self.total: list[int] = []
+
+    def on_train_batch_start(self, *arguments: Any) -> None:
+        self.counts[0] += 1
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        self.counts[1] += 1
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.total = [
+            sum(each) for each in zip(*trainer.strategy.all_gather_object(self.counts), strict=True)
+        ]
+
+
+class Averaging(WeightAveraging):
+    """Extends a callback of rankwise, which counts steps."""
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        super().on_train_batch_end(*arguments)
+        self.calls = getattr(self, "calls", 0) + 1
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        super().on_train_end(trainer, module)
+        assert trainer.strategy.all_gather_object(self.calls) == [3] * trainer.world_size
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.quick), 3])
+def test_hooks_of_batches_see_each_sample_once(world_size: int, tmp_path: Path) -> None:
+    """They are not called for padding steps, which `is_padding_step` tells the step."""
+    counting, saving = (
+        CountingCallback(),
+        ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1),
+    )
+    trainer = quiet_trainer(
+        "ddp_fork" if world_size > 1 else "single_device",
+        world_size,
+        max_epochs=1,
+        uneven_inputs="join",
+        callbacks=[counting, Averaging(), saving],
+        enable_checkpointing=True,
+    )
+    data = dataset(13)
+    trainer.fit(Seeing(), DataLoader(data, 6 // world_size))
+    first = data.tensors[0][:, 0]
+    metrics = {name: float(trainer.callback_metrics[name]) for name in ("mean", "start", "step", "end")}
+    total = first.sum().item()
+    expected = {"mean": first.mean().item(), "start": total, "step": total, "end": total}
+    assert metrics == pytest.approx(expected, abs=1e-6)
+    batches = sum(-(-len(range(rank, 13, world_size)) // (6 // world_size)) for rank in range(world_size))
+    assert counting.total == [batches] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step={step}.ckpt" for step in (1, 2, 3)]
+
+
+class Exchanging(Regression):
+    """Calls a collective in a place."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+        self.automatic_optimization = place != "manual"
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.place in ("step", "manual"):
+            self.all_gather(batch[0].sum())
+        loss: Tensor = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.place == "start":
+            dist.all_reduce(torch.ones(()))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.place == "optimizer":
+            self.all_gather(torch.ones(()))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.place == "saving":
+            self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/saved.ckpt")
+
+
+def exchange(place: str, world_size: int, samples: int, folder: Path) -> None:
+    """Fit a module that calls a collective in a place."""
+    options: dict[str, Any] = {"max_epochs": 1, "uneven_inputs": "join", "default_root_dir": folder}
+    quiet_trainer("ddp_fork", world_size, **options).fit(Exchanging(place), DataLoader(dataset(samples), 2))
+
+
+@pytest.mark.parametrize(
+    ("place", "world_size"),
+    [pytest.param("step", 2, marks=pytest.mark.quick), ("manual", 2), ("start", 3), ("saving", 2)],
+)
+def test_collectives_where_ranks_repeat_a_batch(place: str, world_size: int, tmp_path: Path) -> None:
+    """They are refused in steps, and hooks of batches, of which some ranks have none."""
+    with pytest.raises(WorkerRaisedError, match=r"in a step in which some ranks have no batch left"):
+        exchange(place, world_size, 4 * world_size + 1, tmp_path)
+    exchange(place, world_size, 4 * world_size, tmp_path)
+
+
+def test_collectives_before_a_step(tmp_path: Path) -> None:
+    """All ranks step the optimizer, and so may communicate in its hooks."""
+    exchange("optimizer", 2, 9, tmp_path)

@@ -174,8 +174,7 @@ def is_split_for_one_rank(loader: Any, *, keeps_order: bool) -> bool:
     """Return whether a loader is split even for one rank: to check it, or for the order of several ranks."""
     if not is_shardable(loader):
         return False
-    is_in_order = keeps_order and is_in_dataset_order(loader)
-    return is_split(loader) or not (is_in_order or math.isinf(length_of(loader)))
+    return is_split(loader) or not (keeps_order and is_in_dataset_order(loader))
 
 
 def batches_before_split(loader: DataLoader[Any]) -> Any:

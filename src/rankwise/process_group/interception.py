@@ -104,12 +104,15 @@ def intercepted(observer: Observer) -> Iterator[None]:
 
 
 @contextmanager
-def own_calls_intercepted(observer: Observer) -> Iterator[None]:
-    """Call `observer` before each collective that the user's code runs in this thread; see `intercepted`."""
+def own_calls_intercepted(observer: Observer, *, also_ours: bool = False) -> Iterator[None]:
+    """Call `observer` before each collective that the user's code runs in this thread; see `intercepted`.
+
+    `also_ours` for those, too, that rankwise calls.
+    """
     thread = threading.get_ident()
 
     def observe(call: Call) -> None:
-        if call.is_users and threading.get_ident() == thread:
+        if (also_ours or call.is_users) and threading.get_ident() == thread:
             observer(call)
 
     with intercepted(observe):

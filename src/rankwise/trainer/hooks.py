@@ -20,7 +20,6 @@ from rankwise.trainer.module import TrainingModule, is_defined
 from rankwise.trainer.module_loading import load_data_module_state
 
 if TYPE_CHECKING:
-    from rankwise.seed import RandomStreams
     from rankwise.trainer import Trainer
 
 _log = logging.getLogger(__name__)
@@ -418,8 +417,22 @@ _OF_EACH_RANK = frozenset(
 )
 
 
+_OF_BATCHES = ("on_train_batch_start", "on_train_batch_end")
+
+
+def _extends_ours(method: Callable[..., Any]) -> bool:
+    """Return whether a callback's method replaces that of one of rankwise's callbacks."""
+    classes = type(getattr(method, "__self__", None)).__mro__
+    name = getattr(method, "__name__", "")
+    return any(
+        name in vars(each) and _is_of_this_package(each)
+        for each in classes
+        if each not in (Callback, TrainingModule)
+    )
+
+
 def _is_of_this_package(method: Callable[..., Any]) -> bool:
-    """Return whether rankwise defines a callback's method; those of batches draw no random numbers."""
+    """Return whether rankwise defines a class or method; callbacks' for batches draw no random numbers."""
     return getattr(method, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
 
 
@@ -429,12 +442,13 @@ class Hooks:
     """Call the hooks of a trainer's data module and callbacks, and of the module of a stage.
 
     Which of them define a hook is decided at its first call, and again when the list of callbacks changes; a
-    hook that nobody defines costs a look-up. In hooks all ranks draw the same random numbers.
+    hook that nobody defines costs a look-up. In hooks all ranks draw the same random numbers. Hooks of
+    training batches are not called for a padding step, except those of rankwise's callbacks.
     """
 
     trainer: Trainer
     module: TrainingModule
-    random: RandomStreams
+    stage: Any  # a `StageState`, whose file imports this one
     _calls: dict[str, _Calls] = field(default_factory=dict)
     _callbacks: list[Callback] = field(default_factory=list)  # those that `_calls` was made for
 
@@ -487,7 +501,7 @@ class Hooks:
         name, callbacks = hook.name, self._callbacks if "callback" in hook.owners else []
         profiled = self.trainer.profiler.profiled
         methods = [
-            (each, self._drawing(profiled(f"{key}.{name}", _adapted(method, hook, 2)), method, key, name))
+            (each, self._of_user(profiled(f"{key}.{name}", _adapted(method, hook, 2)), method, key, name))
             for each in callbacks
             if (method := own_method(each, name)) is not None and (key := f"[Callback]{each.state_key}")
         ]
@@ -495,7 +509,7 @@ class Hooks:
         own = _adapted(getattr(self.module, name), hook, 0) if has_own else None
         if callable(own):
             key = f"[Module]{type(self.module).__name__}"
-            own = self._drawing(profiled(f"{key}.{name}", own), own, key, name)
+            own = self._of_user(profiled(f"{key}.{name}", own), own, key, name)
         datamodule = self.trainer.datamodule if "datamodule" in hook.owners else None
         return _Calls(
             None
@@ -506,27 +520,34 @@ class Hooks:
             tuple(method for each, method in methods if isinstance(each, MonitoringCallback)),
         )
 
-    def _drawing(
+    def _of_user(
         self, call: Callable[..., Any], method: Callable[..., Any], key: str, name: str
     ) -> Callable[..., Any]:
-        """Return `call`, the method of a hook, so that all ranks draw the same random numbers in it."""
+        """Return `call`, the method of a hook, so that several ranks do in it what one process does."""
         is_alone = self.trainer.world_size == 1
         if is_alone or name in _OF_EACH_RANK or ("_batch_" in name and _is_of_this_package(method)):
             return call
-        streams, label = self.random, f"{key}.{name}"
+        stage, label = self.stage, f"{key}.{name}"
 
         def draw_the_same(*args: Any) -> Any:
-            with streams.shared(label):
+            with stage.random.shared(label):
                 return call(*args)
 
-        return draw_the_same
+        if name not in _OF_BATCHES or _extends_ours(method):
+            return draw_the_same
+
+        def call_with_batch(*args: Any) -> Any:
+            schedule = stage.schedule
+            return None if schedule is None else schedule.call_with_batch(name, draw_the_same, *args)
+
+        return call_with_batch
 
     def call_saving_hooks(self, checkpoint: dict[str, Any], *, weights_only: bool) -> None:
         """Call `on_save_checkpoint` of all callbacks in their order, then of the module.
 
         With `weights_only` call the module's alone, as Lightning does.
         """
-        with self.random.shared("on_save_checkpoint"):
+        with self.stage.random.shared("on_save_checkpoint"):
             for callback in () if weights_only else self.trainer.callbacks:
                 callback.on_save_checkpoint(self.trainer, self.module, checkpoint)
             self.module.on_save_checkpoint(checkpoint)

@@ -182,6 +182,7 @@ class TrainerProperties:
     training: bool = _in_phase("train")
     sanity_checking: bool = _read_only("_stage.is_sanity_check")
     is_last_batch: bool = _read_only("_stage.is_last_batch")
+    is_padding_step: bool = _read_only("_stage.is_padding_step")
     received_sigterm: bool = _read_only("state.received_sigterm")
     testing: bool = _in_phase("test")
     predicting: bool = _in_phase("predict")

@@ -259,6 +259,7 @@ class StageState:
     load_train_data: Callable[[], object] | None = None  # until `fit` has set `num_batches`
     before_validation: dict[str, Any] | None = None  # this rank's part of a checkpoint saved in a validation
     manual_optimization: Any = None
+    schedule: Any = None  # the `BatchSchedule` of the training batches
     random: RandomStreams = field(default_factory=RandomStreams)  # in which hooks draw the same on all ranks
     datamodule: DataModule | None = None  # that this stage was given; the Trainer's may be an earlier one
     loaders: dict[str, Any] = field(default_factory=dict)  # of each phase, split; also after the stage
@@ -266,6 +267,11 @@ class StageState:
     shards: dict[str, list[Any]] = field(
         default_factory=dict
     )  # `LoaderShard`s: this rank's part of each loader
+
+    @property
+    def is_padding_step(self) -> bool:
+        """Whether this rank repeats a training batch, at a weight of 0, because it has no more."""
+        return self.phase == "train" and self.schedule is not None and bool(self.schedule.is_padding)
 
 
 @final

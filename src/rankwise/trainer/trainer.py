@@ -557,7 +557,7 @@ class Trainer(TrainerProperties):
             state=self.state,
             stage=self._stage,
             optimizer_set=self._optimizers,
-            hooks=Hooks(self, module, self._stage.random),
+            hooks=Hooks(self, module, self._stage),
         )
 
     def __getstate__(self) -> dict[str, Any]:

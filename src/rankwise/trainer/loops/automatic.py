@@ -105,7 +105,8 @@ class AutomaticOptimization:
         with schedule.preserve_state(self._synced(is_window_end)):
             report_phase("forward", step=context.state.progress.global_step)
             with strategy.precision.forward_context():
-                outputs = strategy.call_method(context.wrapped, "training_step", *arguments)
+                call = schedule.call_method if schedule.has_padding else strategy.call_method
+                outputs = call(context.wrapped, "training_step", *arguments)
             loss = self._loss_of(outputs, batch_idx)
             if is_start and self._clears_late:
                 self._clear_gradients(batch_idx)

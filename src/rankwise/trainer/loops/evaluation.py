@@ -24,6 +24,7 @@ from rankwise.strategies.data_split import check_same_order
 from rankwise.trainer.data_loaders import PHASE_NAMES, limited
 from rankwise.trainer.hooks import num_step_arguments
 from rankwise.trainer.loops.batch_transfer import BatchTransfer
+from rankwise.trainer.metrics.metric_objects import empty_lists_refused, metric_objects
 from rankwise.trainer.metrics.results import Results, StepOfEvaluation
 
 if TYPE_CHECKING:
@@ -145,7 +146,8 @@ class EvaluationLoop:
                 self._run_batch(results, batch, batch_idx, dataloader_idx)
             results.end_loaders()
             context.show_so_far(results, f"on_{_NAMES[self.stage][1]}_epoch_end")
-            self._hook("epoch_end")
+            with self._empty_metrics_refused():
+                self._hook("epoch_end")
             values = results.epoch_values(context.strategy)
             if not context.stage.is_sanity_check:
                 self._publish_steps(results.steps)
@@ -251,6 +253,13 @@ class EvaluationLoop:
 
     def _hook(self, moment: str) -> None:
         self.context.hooks.call(f"on_{_NAMES[self.stage][1]}_{moment}")
+
+    def _empty_metrics_refused(self) -> AbstractContextManager[None]:
+        """Return the block of the last hook, in which a rank without batches cannot compute all metrics."""
+        if self.context.strategy.world_size == 1 or any(share.num_batches for share in self.shares):
+            return contextlib.nullcontext()
+        remedy = "self.log(name, metric), which needs no batch on each rank; or more samples than ranks."
+        return empty_lists_refused(metric_objects(self.context.module), remedy)
 
     @cached_property
     def _collectives(self) -> _StepCollectives:

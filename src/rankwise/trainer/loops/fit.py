@@ -63,6 +63,7 @@ class FitLoop:
         self._share = share
         policy = context.options.uneven_inputs
         self._schedule = schedule = BatchSchedule(context.strategy, context.module, share, policy)
+        self._stage.schedule = schedule
         self._validation = validation
         self._rank_state = rank_state
         self._results = self._new_results()

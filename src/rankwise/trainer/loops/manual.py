@@ -125,8 +125,9 @@ class ManualOptimization:
         self._read_parameters()
         blocked = strategy.no_backward_sync(self._wrapped)
         self._is_in_batch = True
+        call = self._schedule.call_method if self._schedule.has_padding else strategy.call_method
         with self._schedule.preserve_state(blocked), strategy.precision.forward_context():
-            outputs = strategy.call_method(self._wrapped, "training_step", *arguments)
+            outputs = call(self._wrapped, "training_step", *arguments)
         self._is_in_batch = False
         self.weighting.refuse_logged()
         return outputs

@@ -6,8 +6,9 @@ In a zero-weight padding step a rank that has no batches left repeats one, which
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -18,6 +19,7 @@ from rankwise.data.batches import BatchSizes, sharded_sampler_of
 from rankwise.errors import ConfigurationError, UnevenInputsError
 from rankwise.gradient_sync import GradientSyncMode
 from rankwise.gradient_sync.parameters import trained_parameters
+from rankwise.process_group.interception import Call, own_calls_intercepted
 from rankwise.seed import get_random_state, set_random_state
 from rankwise.stores.waiting import StoreCounter
 from rankwise.trainer.metrics.metric_objects import metric_objects, set_states, states_of
@@ -135,6 +137,31 @@ class BatchSchedule:
         if not self.is_padding:
             return block
         return _nested(preserve_state(self._module, self._strategy.root_device), block)
+
+    def call_with_batch(self, hook: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a hook of training batches, unless this rank has none.
+
+        Collectives are refused where another rank does not call it.
+        """
+        if self.is_padding:
+            return None
+        if not self.has_padding:
+            return function(*args)
+        with own_calls_intercepted(partial(self._refuse, hook), also_ours=True):
+            return function(*args)
+
+    def call_method(self, wrapped: nn.Module, step: str, *args: Any) -> Any:
+        """Call the step, of which some ranks repeat a batch; refuse collectives, which would exchange it."""
+        with own_calls_intercepted(partial(self._refuse, step)):
+            return self._strategy.call_method(wrapped, step, *args)
+
+    def _refuse(self, where: str, call: Call) -> None:
+        raise ConfigurationError(
+            message=f"{call.name} in {where}, in a step in which some ranks have no batch left.",
+            facts=f"{call.where}; with uneven_inputs='join' they repeat a batch at a weight of 0, and do not "
+            "call hooks of batches.",
+            remedy='uneven_inputs="error" or "truncate"; or call it in a hook of epochs.',
+        )
 
     def _known(self, own: Iterator[Any], done: int) -> Batches:
         """Yield the batches where every rank's number of batches is known."""

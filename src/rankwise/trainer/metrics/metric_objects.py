@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -137,6 +138,38 @@ def merged_states(metrics: Metrics, by_rank: Sequence[States]) -> Iterator[None]
 
 def _never() -> bool:
     return False
+
+
+@contextmanager
+def empty_lists_refused(metrics: Metrics, remedy: str) -> Iterator[None]:
+    """Raise ConfigurationError where a metric object communicates in the block whose lists are empty here.
+
+    Other ranks would exchange more tensors than this one has.
+    """
+    empty = {
+        name: metric
+        for name, metric in metrics.items()
+        if any(
+            isinstance(default, list) and not getattr(metric, state)
+            for state, default in metric._defaults.items()
+        )
+    }
+    before = {name: metric.distributed_available_fn for name, metric in empty.items()}
+
+    def refuse(name: str) -> bool:
+        raise ConfigurationError(
+            message=f"The metric object {name!r} cannot be computed by hand: this rank has seen no batch.",
+            facts=f"{type(empty[name]).__name__} exchanges a tensor for each list that is not empty.",
+            remedy=remedy,
+        )
+
+    try:
+        for name, metric in empty.items():
+            metric.distributed_available_fn = partial(refuse, name)
+        yield
+    finally:
+        for name, metric in empty.items():
+            metric.distributed_available_fn = before[name]
 
 
 def merged(metrics: Metrics, by_rank: Sequence[States]) -> States:
