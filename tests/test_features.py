@@ -67,6 +67,12 @@ def test_feature(feature: str, tests: list[str]) -> None:
     assert any(map(is_in_default_tier, tests)), feature
 
 
+def test_unit_tests_are_of_the_default_tier() -> None:
+    """For the tier full `.ci/run` does not look into their folder."""
+    files = (REPOSITORY / "tests" / "unit").rglob("*.py")
+    assert [path.name for path in files if "pytest.mark.full" in path.read_text()] == []
+
+
 def test_limits() -> None:
     """Each row of docs/gradients.md, "Limits", names tests, all of which exist."""
     _, _, section = LIMITS.read_text().partition("\n## Limits\n")

@@ -471,12 +471,6 @@ def test_what_is_no_environment_is_refused(wrong: object) -> None:
         DDPStrategy(cluster_environment=wrong)  # type: ignore[arg-type]  # wrong on purpose
 
 
-def test_an_unknown_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unknown name is refused when the strategy is bound."""
-    with pytest.raises(UnknownNameError, match="environment 'slurmm'"):
-        DDPStrategy(accelerator="cpu", cluster_environment="slurmm").bind()
-
-
 def test_single_device_refuses_a_world_of_several() -> None:
     """One process, where a launcher has started four, is refused with their number."""
     strategy = SingleDeviceStrategy(accelerator="cpu", cluster_environment=OwnEnvironment(OWN))

@@ -1,17 +1,14 @@
 """Every example runs as its docstring says, on two processes, and prints the expected result."""
 
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.ports import free_port
 from tests.helpers.scripts import ScriptRunner
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 
 def check_digits(stdout: str) -> None:
@@ -33,25 +30,6 @@ def test_digits(strategy: str, run_script: ScriptRunner) -> None:
     result = run_script(EXAMPLES / "digits.py", "--strategy", strategy, "--devices", "2", timeout=100)
     assert result.returncode == 0, result
     check_digits(result.stdout)
-
-
-@pytest.mark.soak
-def test_digits_under_torchrun(run_script: ScriptRunner) -> None:
-    """The same file runs under torchrun."""
-    port = ("--master-port", str(free_port()))  # not torchrun's fixed one, which another run may have
-    result = run_script.command([*TORCHRUN, *port, str(EXAMPLES / "digits.py")], timeout=100)
-    assert result.returncode == 0, result
-    check_digits(result.stdout)
-
-
-@pytest.mark.soak
-def test_digits_by_hand(run_script: ScriptRunner) -> None:
-    """The same file runs as two processes that were started with RANK and the other variables."""
-    port = free_port()
-    running = [run_script.start(EXAMPLES / "digits.py", env=variables(rank, port)) for rank in range(2)]
-    first, second = (each.finish(timeout=100) for each in running)
-    assert (first.returncode, second.returncode) == (0, 0), (first, second)
-    check_digits(first.stdout)
 
 
 def variables(rank: int, port: int) -> Mapping[str, str]:

@@ -255,17 +255,17 @@ def cut_title(rank: str, method: str) -> None:
     report(partial(strategy_of(method).launch, fail_with_a_title, int(rank)))
 
 
-def write_to_channel(strategy: Any, sent: bytes) -> None:
-    """Let rank 1 write bytes to its own channel."""
+def write_to_channel(strategy: Any) -> None:
+    """Let rank 1 write to its own channel what begins no frame."""
     strategy.barrier()
     if strategy.global_rank == 1:
-        strategy.job.worker.channel._sock.sendall(sent)
+        strategy.job.worker.channel._sock.sendall(b"\xff\xff\xff\xff\2more")
     time.sleep(20)
 
 
-def writes_to_channel(sent: str) -> None:
+def writes_to_channel() -> None:
     """Launch a script that writes to its channel."""
-    strategy_of("popen", grace_period_s=1.0).launch(write_to_channel, bytes.fromhex(sent))
+    strategy_of("popen", grace_period_s=1.0).launch(write_to_channel)
 
 
 FORK_ENDS = {"exit": 3, "raise": 1, "return": 0}

@@ -20,9 +20,8 @@ import torch.distributed as dist
 from rankwise.errors import WorkerError, WorkerExitedError, WorkerKilledError, WorkerRaisedError
 from rankwise.strategies import Strategy
 from tests.helpers.scripts import ScriptRunner
-from tests.helpers.shared import computed_once
 from tests.process.faults import HOW, LIMIT_S, WHEN, Fault, job, problems, strategy_with
-from tests.process.helpers import ddp, module_runner, with_tests
+from tests.process.helpers import ddp, with_tests
 
 Cell = tuple[int, str, str, str]
 CELLS: list[Cell] = list(itertools.product((0, 1), HOW, WHEN, ("private", "tcp")))
@@ -86,83 +85,27 @@ RERUN: set[Cell] = {
     (0, "raise", "sleep", "private"),
     (0, "exit", "step", "tcp"),
 }
-# Each launch re-runs the script for its own cell only; the main process goes on to the next one.
 RERUN_SCRIPT = """
     import json, sys
     import rankwise
     from rankwise.errors import RankwiseError
-    from rankwise.launchers.script_place import running_script
-    from rankwise.launchers.worker_main import InheritedContext
     from tests.process.faults import LIMIT_S, STALL_S, Fault, job, problems, strategy_with
 
-    def report(text, found):
-        with open(sys.argv[0] + ".results", "a") as file:
-            print(json.dumps([text, found]), file=file)
-
-    for text in sys.argv[1:]:
-        who, how, when, rendezvous, stamp = json.loads(text)
-        fault = Fault(who, how, when, stamp)
-        command = [sys.executable, __file__, text]
-        try:
-            strategy_with(fault, "popen", rendezvous, command=command).launch(job, fault)
-        except RankwiseError as error:
-            connects = (when, rendezvous) == ("before", "tcp")
-            report(text, problems(fault, error, LIMIT_S + STALL_S * connects))
-        except BaseException as error:
-            if isinstance(running_script(), InheritedContext):
-                raise
-            report(text, [f"raised {error!r}"])
+    who, how, when, rendezvous, stamp = json.loads(sys.argv[1])
+    fault = Fault(who, how, when, stamp)
+    try:
+        strategy_with(fault, "popen", rendezvous).launch(job, fault)
+    except RankwiseError as error:
+        connects = (when, rendezvous) == ("before", "tcp")
+        print(json.dumps(problems(fault, error, LIMIT_S + STALL_S * connects)))
 """
 
 
-@pytest.fixture
-@computed_once
-def rerun(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, list[str]]:
-    """Run all selected cells of `test_ddp` in one script; return the problems of each."""
-    items = [item for item in request.session.items if item.name.startswith("test_ddp[")]
-    cells: list[Cell] = [getattr(item, "callspec").params["cell"] for item in items]  # noqa: B009 -- pytest types no such item
-    folder = tmp_path_factory.mktemp("rerun")
-    texts = [json.dumps([*cell, str(folder / f"stamp{index}")]) for index, cell in enumerate(cells)]
-    with module_runner(folder) as runner:
-        found = _in_one_script(runner, texts)
-    return {cell: found.get(text, ["nothing was raised"]) for cell, text in zip(cells, texts, strict=True)}
-
-
-def _in_one_script(runner: ScriptRunner, texts: list[str]) -> dict[str, list[str]]:
-    """Run the cells in one script; where it ends or hangs at a cell, the cells after that in another one."""
-    found: dict[str, list[str]] = {}
-    while left := [text for text in texts if text not in found]:
-        found |= _until_it_ends(runner, left)
-    return found
-
-
-def _until_it_ends(runner: ScriptRunner, texts: list[str]) -> dict[str, list[str]]:
-    """Return the problems of the cells that were run, at least the first."""
-    results = runner.folder / "script.py.results"
-    results.unlink(missing_ok=True)
-    problem = ""
-    try:
-        result = runner(RERUN_SCRIPT, *texts, env=with_tests(), timeout=60 + 20 * len(texts))
-        if result.returncode != 0:
-            problem = f"the script ended with {result.returncode}: {result}"
-    except AssertionError as error:
-        problem = str(error)
-    found = _read(results) if results.exists() else {}
-    culprit = next((text for text in texts if text not in found), texts[-1])
-    if problem or culprit not in found:
-        found[culprit] = [*found.get(culprit, []), problem or "nothing was raised"]
-    return found
-
-
-def _read(results: Path) -> dict[str, list[str]]:
-    return dict(json.loads(line) for line in results.read_text().splitlines())
-
-
-@pytest.mark.timeout(400)
 @_table(RERUN, but=LETHAL)
-def test_ddp(cell: Cell, rerun: dict[Cell, list[str]]) -> None:
+def test_ddp(cell: Cell, run_script: ScriptRunner, tmp_path: Path) -> None:
     """A failure of a re-run script raises one exception in the main script in time, with the right rank."""
-    assert rerun[cell] == []
+    result = run_script(RERUN_SCRIPT, json.dumps([*cell, str(tmp_path / "stamp")]), env=with_tests())
+    assert (result.returncode, result.stdout) == (0, "[]\n"), result
 
 
 # ---------------------------------------------------------------------- exit codes under ddp

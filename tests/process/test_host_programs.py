@@ -4,17 +4,15 @@ import itertools
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from rankwise.errors import WorkerRaisedError
 from tests.helpers.scripts import ScriptResult, ScriptRunner
 from tests.helpers.shared import computed_once
 from tests.process import host_cases
 from tests.process.helpers import METHODS as START_METHODS
-from tests.process.helpers import Cases, cases_of, combinations, ddp
-from tests.process.host_cases import FORK_ENDS, write_to_channel
+from tests.process.helpers import Cases, cases_of, combinations
+from tests.process.host_cases import FORK_ENDS
 
 METHODS = [
     "fork",
@@ -118,40 +116,12 @@ def test_a_title_that_is_cut_within_a_character(rank: int, method: str, cases: C
     assert f"Error {rank} Worker global_rank={rank} " in result.stdout, result
 
 
-SENT = {
-    "kind": b"\0\0\0\1\x63A",
-    "record": b"\0\0\0\4\2null",
-    "request": b"\0\0\0\x0a\6" + bytes(10),
-    "number": b"\0\0\0\2\x0axx",
-    "length": b"\xff\xff\xff\xff\2more",
-}
-
-
-@pytest.mark.parametrize("method", [method for method in METHODS if method != "popen"])
-@pytest.mark.parametrize("sent", SENT.values(), ids=SENT)
-def test_a_rank_that_writes_to_its_channel(sent: bytes, method: str) -> None:
-    """The rank is named, and the supervisor goes on."""
-    strategy = ddp(method, grace_period_s=1.0)
-    with pytest.raises(WorkerRaisedError, match="what it sent is no message") as caught:
-        strategy.launch(write_to_channel, sent)
-    assert caught.value.global_rank == 1
-    assert strategy.launch(value_of_rank) == 0
-
-
-@pytest.mark.parametrize(
-    "sent", [SENT["length"], *(pytest.param(sent, marks=pytest.mark.soak) for sent in SENT.values())]
-)
-def test_a_script_that_writes_to_its_channel(sent: bytes, cases: Cases) -> None:
+def test_a_script_that_writes_to_its_channel(cases: Cases) -> None:
     """The rank is named, and the main process ends."""
-    result = cases("writes_to_channel", sent.hex())
+    result = cases("writes_to_channel")
     assert result.returncode == 1, result
     assert "global_rank=1" in result.stderr, result
     assert "what it sent is no message" in result.stderr, result
-
-
-def value_of_rank(strategy: Any) -> int:
-    """Return the rank."""
-    return int(strategy.global_rank)
 
 
 by_seccomp = pytest.mark.skipif(

@@ -469,24 +469,6 @@ def test_a_nested_launch_is_refused(start_method: str) -> None:
         assert "launch() was called in state 'in a job'" in text
 
 
-def test_binding_twice_is_refused() -> None:
-    """A strategy is bound once."""
-    strategy = ddp("fork")
-    strategy.bind()
-    with pytest.raises(LifecycleError, match="bind"):
-        strategy.bind()
-
-
-def test_what_needs_a_job_says_so() -> None:
-    """A property that needs `bind` or a job raises an error with that reason."""
-    strategy = ddp("fork")
-    with pytest.raises(LifecycleError, match="bound"):
-        strategy.world_size  # noqa: B018 -- the property raises
-    strategy.bind()
-    with pytest.raises(LifecycleError, match="in a job"):
-        strategy.worker  # noqa: B018 -- the property raises
-
-
 def test_a_lambda_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a start method that pickles, a lambda is refused before anything starts, by name."""
     started: list[object] = []

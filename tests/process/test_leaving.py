@@ -68,39 +68,6 @@ def test_a_rank_that_does_not_leave(
     assert "in upload" in stderr.partition("stacks of global_rank=1")[2]
 
 
-LONGER = """
-    import atexit, os, sys, time
-    import rankwise
-    from rankwise.monitoring import stragglers
-    from rankwise.strategies import DDPStrategy
-
-    stragglers.LEAST_TO_LEAVE_S = 1.0
-    if sys.argv[1] == "hook" and "LOCAL_RANK" in os.environ:
-        atexit.register(time.sleep, 60)
-    strategy = DDPStrategy(accelerator="cpu", devices=2, timeout=2.0)
-    strategy.launch(lambda s: s.global_rank)
-    if sys.argv[1] == "tail" and strategy.global_rank == 1:
-        time.sleep(3)
-        print("came to its end", flush=True)
-        atexit.register(os._exit, 0)  # the way out of an interpreter takes time too
-"""
-
-
-@pytest.mark.soak
-def test_the_rest_of_a_script_may_take_its_time(run_script: ScriptRunner) -> None:
-    """`timeout` limits the job only, not what a sibling does after it."""
-    result = run_script(LONGER, "tail")
-    assert (result.returncode, result.stdout, result.stderr) == (0, "came to its end\n", ""), result
-
-
-@pytest.mark.soak
-def test_a_script_that_does_not_leave(run_script: ScriptRunner) -> None:
-    """The interpreter's exit has a limit, exit hooks included; beyond it there is an error."""
-    result = run_script(LONGER, "hook")
-    assert result.returncode == 1
-    assert "waited too long for global_rank=1" in result.stderr
-
-
 IN_A_CYCLE = """
     import atexit, gc, sys
     from rankwise.strategies import DDPStrategy
@@ -173,51 +140,6 @@ def test_a_failure_does_not_cut_a_checkpoint(
     assert time.monotonic() - began < 40
     assert TorchCheckpointIO().load_checkpoint(tmp_path / "x.ckpt") == {"step": 7}
     assert "the job ends when global_rank=0 has written its checkpoint" in capfd.readouterr().err
-
-
-@pytest.mark.soak
-def test_a_checkpoint_that_is_never_written(tmp_path: Path) -> None:
-    """The wait for a checkpoint ends at `timeout`."""
-    strategy = ddp("fork", checkpoint_io=AsyncCheckpointIO(Slow(60)), grace_period_s=0.2, timeout=1.0)
-    began = time.monotonic()
-    with pytest.raises(WorkerRaisedError, match="the cause"):
-        strategy.launch(save_and_fail, 0, str(tmp_path / "x.ckpt"))
-    assert 1 < time.monotonic() - began < 40
-    assert list(tmp_path.iterdir()) == []
-
-
-WRITING = """
-    import sys, time
-    from rankwise import DDPStrategy
-    from rankwise.checkpoint import AsyncCheckpointIO
-    from tests.process.test_leaving import Slow
-
-    def job(strategy):
-        strategy.save_checkpoint({"step": 7}, sys.argv[2])
-        print("busy", flush=True)
-        time.sleep(60)
-
-    if __name__ == "__main__":
-        slow = AsyncCheckpointIO(Slow(float(sys.argv[1])))
-        arguments = {"accelerator": "cpu", "devices": 2, "grace_period_s": 0.1}
-        DDPStrategy(start_method="fork", checkpoint_io=slow, **arguments).launch(job)
-"""
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("presses", [1, 2])
-def test_only_a_second_ctrl_c_cuts_a_checkpoint(presses: int, run_script: ScriptRunner) -> None:
-    """The first Ctrl-C waits for the thread that writes, the second one does not."""
-    path = run_script.folder / "x.ckpt"
-    running = run_script.start(WRITING, "3" if presses == 1 else "50", str(path), env=with_tests())
-    running.wait_for("busy", count=2)
-    for _ in range(presses):
-        running.send_signal_to_group(signal.SIGINT)
-        time.sleep(1)
-    result = running.finish(timeout=20)
-    assert result.returncode == -signal.SIGINT, result
-    assert "has written its checkpoint" in result.stderr
-    assert path.exists() is (presses == 1)
 
 
 ALONE = """

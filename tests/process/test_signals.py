@@ -113,19 +113,6 @@ def test_ctrl_c(start_method: str, what: str, run_script: ScriptRunner) -> None:
     assert result.stderr.count("Traceback (most recent call last)") == 1, result
 
 
-def test_a_second_ctrl_c_skips_the_grace(run_script: ScriptRunner) -> None:
-    """A second Ctrl-C does not wait for a rank's clean-up."""
-    running = start(run_script, "fork", cleaning=60, grace=60)
-    running.send_signal_to_group(signal.SIGINT)
-    running.wait_for("cleaning", count=2, timeout=20)
-    sent = time.monotonic()
-    running.send_signal_to_group(signal.SIGINT)
-    result = running.finish(timeout=30)
-    assert time.monotonic() - sent < 30
-    assert result.returncode == INTERRUPTED
-    assert "cleaned" not in result.stdout
-
-
 def test_a_shell_sees_130(run_script: ScriptRunner) -> None:
     """The exit code, as a shell gives it, is 130."""
     path = run_script.write(JOB)
