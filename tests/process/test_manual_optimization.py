@@ -19,6 +19,7 @@ from tests.process.training_tasks import FEATURES, loader, quiet_trainer
 class Gan(TrainingModule):
     """A generator and a discriminator in float64; notes how far gradients and buffers of the ranks differ."""
 
+    is_compared = True
     differences: Tensor
     reductions: Tensor
     batches: Tensor
@@ -73,6 +74,8 @@ class Gan(TrainingModule):
             self.note(torch.cat(gradients))
 
     def note(self, tensor: Tensor) -> None:
+        if not self.is_compared:
+            return
         gathered = self.trainer.strategy.all_gather(tensor.detach())
         if self.trainer.world_size > 1:
             self.differences += (gathered[0] - gathered[1]).abs().max()
@@ -131,8 +134,8 @@ def test_a_rank_that_has_run_out_takes_part() -> None:
     alone, expected = quiet_trainer("single_device", 1, max_epochs=2), Gan()
     alone.fit(expected, loader(33, 8))
     trainer, module = quiet_trainer(ddp("fork"), 2, max_epochs=2, uneven_inputs="join"), Gan()
+    module.is_compared = False  # there are no collectives in steps that some ranks repeat
     trainer.fit(module, loader(33, 4))
-    assert module.differences.item() == 0
     for mine, theirs in zip(module.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-9)
 
