@@ -415,13 +415,12 @@ _OF_EACH_RANK = frozenset(
     {"backward", *TRANSFER_HOOKS, *(name for name in _BY_NAME if name.endswith("_step"))}
     - {"optimizer_step", "lr_scheduler_step", "on_before_optimizer_step"}
 )
-
-
+# Not called for padding steps:
 _OF_BATCHES = ("on_train_batch_start", "on_train_batch_end")
 
 
 def _extends_ours(method: Callable[..., Any]) -> bool:
-    """Return whether a callback's method replaces that of one of rankwise's callbacks."""
+    """Return whether a method overrides that of a callback of rankwise's, which counts padding steps."""
     classes = type(getattr(method, "__self__", None)).__mro__
     name = getattr(method, "__name__", "")
     return any(
@@ -432,7 +431,7 @@ def _extends_ours(method: Callable[..., Any]) -> bool:
 
 
 def _is_of_this_package(method: Callable[..., Any]) -> bool:
-    """Return whether rankwise defines a class or method; callbacks' for batches draw no random numbers."""
+    """Return whether rankwise defines a class or method."""
     return getattr(method, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
 
 
@@ -525,6 +524,7 @@ class Hooks:
     ) -> Callable[..., Any]:
         """Return `call`, the method of a hook, so that several ranks do in it what one process does."""
         is_alone = self.trainer.world_size == 1
+        # Rankwise's own hooks of batches draw no random numbers.
         if is_alone or name in _OF_EACH_RANK or ("_batch_" in name and _is_of_this_package(method)):
             return call
         stage, label = self.stage, f"{key}.{name}"
