@@ -39,6 +39,7 @@ def compare_ranks(
     if interval == 0 or (interval is None and may_differ) or is_after_failure():
         return
     check_values(context, when, with_buffers=with_buffers, with_states=interval is not None)
+    context.stage.compared_at = context.state.progress.total_batches
 
 
 def check_values(

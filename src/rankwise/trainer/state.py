@@ -255,6 +255,7 @@ class StageState:
     is_sanity_check: bool = False
     is_validation_due: bool = False  # whether a validation follows the training batch that runs, or has ended
     is_last_batch: bool = False  # of the training epoch
+    compared_at: int = -1  # `Progress.total_batches` when the ranks were last compared
     wrapped: nn.Module | None = None  # the module as the strategy wrapped it, within a fit
     load_train_data: Callable[[], object] | None = None  # until `fit` has set `num_batches`
     before_validation: dict[str, Any] | None = None  # this rank's part of a checkpoint saved in a validation

@@ -139,14 +139,16 @@ def test_not_compared_in_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert list(tmp_path.rglob("last*.ckpt"))
 
 
-def test_one_small_collective() -> None:
-    """A comparison is one all-reduce of 32 bytes: before each epoch, and at the end of the fit."""
+@pytest.mark.parametrize("has_checkpoints", [False, True])
+def test_one_small_collective(has_checkpoints: bool, tmp_path: Path) -> None:
+    """A comparison is one all-reduce of 32 bytes: before each epoch or a checkpoint, and at the fit's end."""
     sizes = []
+    callbacks = [ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)] if has_checkpoints else []
     for every in (0, None):
         with counted_reductions() as counted:
-            fit("nothing", every, max_epochs=3)
+            fit("nothing", every, callbacks, max_epochs=3)
         sizes.append(Counter(counted[0]))
-    assert sizes[1] - sizes[0] == Counter({4: 3 + 1})
+    assert sizes[1] - sizes[0] == Counter({4: 3 + 1 + has_checkpoints})  # none twice between two batches
 
 
 @pytest.mark.ranks_may_differ("rank 1 changes a parameter")

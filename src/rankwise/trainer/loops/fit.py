@@ -136,7 +136,8 @@ class FitLoop:
         if not self._results.is_open:
             self._results = self._new_results()
         self._stage.results = self._stage.epoch_results = self._results
-        compare_ranks(self._context, f"before epoch {progress.current_epoch}", are_models_averaged=False)
+        if self._stage.compared_at != progress.total_batches:  # a checkpoint at an epoch's end compares, too
+            compare_ranks(self._context, f"before epoch {progress.current_epoch}", are_models_averaged=False)
         if not progress.is_epoch_begun:
             self._hooks.call("on_train_epoch_start")  # may change a sampler
             progress.is_epoch_begun = True
