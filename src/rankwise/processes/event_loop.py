@@ -106,7 +106,10 @@ class EventLoop:
         self._thread_id = threading.get_ident()
         while self._is_running:
             ready = self._selector.select(self._time_left())
-            self._run_pending()
+            for key, _ in ready:
+                if key.data is None:  # signals and pending calls come first
+                    self._run_pending()
+                    break
             for key, events in ready:
                 if key.data is not None:
                     key.data(events)
@@ -128,11 +131,11 @@ class EventLoop:
             self._wake_up()
 
     def _time_left(self) -> float:
-        due = [timer.due_s for timer in self._timers]
-        if self._deadline is not None:
-            due.append(self._deadline[0])
         now_s = time.monotonic()
-        return max(0.0, min([*due, now_s + _LONGEST_WAIT_S]) - now_s)
+        due_s = now_s + _LONGEST_WAIT_S if self._deadline is None else self._deadline[0]
+        for timer in self._timers:
+            due_s = min(due_s, timer.due_s)
+        return min(max(0.0, due_s - now_s), _LONGEST_WAIT_S)
 
     def _run_timers(self) -> None:
         if self._deadline is not None and time.monotonic() >= self._deadline[0]:

@@ -19,7 +19,11 @@ _LENGTH = struct.Struct("!I")
 
 def pack_fields(fields: Iterable[bytes]) -> bytes:
     """Return several byte strings as one message."""
-    return b"".join(_LENGTH.pack(len(field)) + field for field in fields)
+    message = bytearray()
+    for field in fields:
+        message += _LENGTH.pack(len(field))
+        message += field
+    return bytes(message)
 
 
 def unpack_fields(data: bytes) -> list[bytes]:
