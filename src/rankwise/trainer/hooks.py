@@ -15,7 +15,7 @@ from torch import Tensor
 from rankwise.callbacks import Callback, MonitoringCallback
 from rankwise.errors import ConfigurationError
 from rankwise.trainer.data import DataModule
-from rankwise.trainer.data.data_hooks import TRANSFER_HOOKS, is_own
+from rankwise.trainer.data.data_hooks import TRANSFER_HOOKS, is_own, own_methods
 from rankwise.trainer.module import TrainingModule, is_defined
 from rankwise.trainer.module_loading import load_data_module_state
 
@@ -186,6 +186,11 @@ HOOKS: Sequence[Hook] = (
 )
 """All hooks, in the order in which a stage calls them first."""
 
+_BY_NAME = {hook.name: hook for hook in HOOKS}
+_HOOKS_OF_MODULES, _HOOKS_OF_CALLBACKS, _HOOKS_OF_DATA_MODULES = (
+    [hook.name for hook in HOOKS if owner in hook.owners] for owner in ("module", "callback", "datamodule")
+)
+
 _BY_HAND = "self.automatic_optimization = False, and step by hand in training_step."
 _REFUSED: Mapping[str, str] = {
     "configure_sharded_model": "configure_model().",
@@ -255,9 +260,7 @@ def check_hooks(
     _check_settings(datamodule)
     _refuse(module, _REFUSED_IN_MODULES)
     _check_submodules(module)
-    for hook in HOOKS:
-        if "module" not in hook.owners or not is_defined(module, hook.name):
-            continue
+    for hook in map(_BY_NAME.__getitem__, own_methods(module, TrainingModule, _HOOKS_OF_MODULES)):
         _check_arguments(module, hook)
         if hook.is_automatic and not module.automatic_optimization:
             name = type(module).__name__
@@ -268,14 +271,12 @@ def check_hooks(
             )
     for callback in callbacks:
         _refuse(callback, _REFUSED_IN_CALLBACKS)
-        for hook in HOOKS:
-            if "callback" in hook.owners and own_method(callback, hook.name) is not None:
-                _check_arguments(callback, hook)
+        for name in own_methods(callback, Callback, _HOOKS_OF_CALLBACKS):
+            _check_arguments(callback, _BY_NAME[name])
     if datamodule is not None:
         _refuse(datamodule, _REFUSED_IN_DATA_MODULES)
-        for hook in HOOKS:
-            if "datamodule" in hook.owners and is_own(datamodule, DataModule, hook.name):
-                _check_arguments(datamodule, hook)
+        for name in own_methods(datamodule, DataModule, _HOOKS_OF_DATA_MODULES):
+            _check_arguments(datamodule, _BY_NAME[name])
 
 
 def _check_settings(owner: object) -> None:
@@ -301,7 +302,7 @@ def _refuse(owner: object, refused: Mapping[str, str]) -> None:
 
 def _check_submodules(module: TrainingModule) -> None:
     for name, _ in module.named_children():
-        if any(name == hook.name for hook in HOOKS):
+        if name in _BY_NAME:
             raise ConfigurationError(
                 message=f"{type(module).__name__} has a submodule with the name of a hook: {name!r}.",
                 facts=f"{type(module).__name__}.{name} is the hook, not the submodule.",
@@ -409,7 +410,6 @@ class _Calls:
     last: tuple[Callable[..., Any], ...]
 
 
-_BY_NAME = {hook.name: hook for hook in HOOKS}
 # Forward, backward and data, in which each rank draws random numbers of its own:
 _OF_EACH_RANK = frozenset(
     {"backward", *TRANSFER_HOOKS, *(name for name in _BY_NAME if name.endswith("_step"))}

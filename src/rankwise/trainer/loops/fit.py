@@ -18,7 +18,7 @@ from rankwise.monitoring.heartbeat import report_phase
 from rankwise.seed import isolated_random_state, mixed_seed
 from rankwise.stores.waiting import StoreCounter
 from rankwise.strategies.data_split import check_same_order
-from rankwise.trainer.consistency import check_unowned, compare_ranks
+from rankwise.trainer.consistency import check_unowned, compare_before_epoch, compare_ranks
 from rankwise.trainer.data_loaders import PHASE_NAMES
 from rankwise.trainer.hooks import training_outputs
 from rankwise.trainer.loops.automatic import AutomaticOptimization
@@ -136,8 +136,7 @@ class FitLoop:
         if not self._results.is_open:
             self._results = self._new_results()
         self._stage.results = self._stage.epoch_results = self._results
-        if self._stage.compared_at != progress.total_batches:  # a checkpoint at an epoch's end compares, too
-            compare_ranks(self._context, f"before epoch {progress.current_epoch}", are_models_averaged=False)
+        compare_before_epoch(self._context)
         if not progress.is_epoch_begun:
             self._hooks.call("on_train_epoch_start")  # may change a sampler
             progress.is_epoch_begun = True
