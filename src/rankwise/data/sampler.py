@@ -10,11 +10,20 @@ from typing import Any, Literal, final
 
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
-from rankwise.data.iterable import check_part
+from rankwise.errors import InvalidArgumentError
 from rankwise.seed import isolated_random_state, mixed_seed, random_generators_in, seed_of
 
 Uneven = Literal["pad", "drop", "keep"]
 _CHUNK = 1024  # number of items of an endless stream that are drawn at a time
+
+
+def check_part(num_replicas: int, rank: int) -> None:
+    """Raise InvalidArgumentError unless `rank` is one of `num_replicas` parts of the data."""
+    if num_replicas < 1:
+        raise InvalidArgumentError(argument="num_replicas", value=num_replicas, expected="1 or more")
+    if not 0 <= rank < num_replicas:
+        expected = f"a part from 0 to {num_replicas - 1}: there are num_replicas={num_replicas}"
+        raise InvalidArgumentError(argument="rank", value=rank, expected=expected)
 
 
 @final

@@ -499,25 +499,21 @@ class Hooks:
     def _search(self, hook: Hook) -> _Calls:
         name, callbacks = hook.name, self._callbacks if "callback" in hook.owners else []
         profiled = self.trainer.profiler.profiled
-        methods = [
-            (each, self._of_user(profiled(f"{key}.{name}", _adapted(method, hook, 2)), method, key, name))
-            for each in callbacks
-            if (method := own_method(each, name)) is not None and (key := f"[Callback]{each.state_key}")
-        ]
+        first, last = list[Callable[..., Any]](), list[Callable[..., Any]]()
+        for each in callbacks:
+            if (method := own_method(each, name)) is not None:
+                key = f"[Callback]{each.state_key}"
+                call = self._of_user(profiled(f"{key}.{name}", _adapted(method, hook, 2)), method, key, name)
+                (last if isinstance(each, MonitoringCallback) else first).append(call)
         has_own = "module" in hook.owners and is_defined(self.module, name)
         own = _adapted(getattr(self.module, name), hook, 0) if has_own else None
         if callable(own):
             key = f"[Module]{type(self.module).__name__}"
             own = self._of_user(profiled(f"{key}.{name}", own), own, key, name)
         datamodule = self.trainer.datamodule if "datamodule" in hook.owners else None
-        return _Calls(
-            None
-            if datamodule is None or not is_own(datamodule, DataModule, name)
-            else getattr(datamodule, name),
-            tuple(method for each, method in methods if not isinstance(each, MonitoringCallback)),
-            own if callable(own) else None,
-            tuple(method for each, method in methods if isinstance(each, MonitoringCallback)),
-        )
+        has_data = datamodule is not None and is_own(datamodule, DataModule, name)
+        of_data = getattr(datamodule, name) if has_data else None
+        return _Calls(of_data, tuple(first), own if callable(own) else None, tuple(last))
 
     def _of_user(
         self, call: Callable[..., Any], method: Callable[..., Any], key: str, name: str
