@@ -84,15 +84,14 @@ def as_list(given: Any) -> list[Any]:
     Raises:
         InvalidTypeError: for what cannot be iterated over.
     """
-    if isinstance(given, DataLoader):
-        return [given]
+    if given is None or isinstance(given, DataLoader):
+        return [] if given is None else [given]
     if isinstance(given, CombinedLoader):
         return given.flattened
     if is_collection(given):
         return CombinedLoader(given).flattened
-    if given is not None:
-        check_iterable(given)
-    return [] if given is None else [given]
+    check_iterable(given)
+    return [given]
 
 
 def combination_of(given: Any) -> CombinedLoader | None:

@@ -1,0 +1,85 @@
+"""What a plain fit of "ddp" passes in rank 0, from `fit` to the first optimizer step: files and calls."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.helpers.shared import computed_once
+from tests.process.helpers import module_runner, with_tests
+
+MOST_FILES, MOST_CALLS = 88, 2_900  # of three threads; timers of one add a few
+UNUSED = {
+    "callbacks/learning_rate_finder.py",
+    "data/combined_loader.py",
+    "data/iterable.py",
+    "gradient_sync/weights.py",
+    "plugins.py",
+    "profilers/base.py",
+    "trainer/loops/bucket_order.py",
+    "trainer/loops/closures.py",
+    "trainer/loops/manual.py",
+    "trainer/loops/nonfinite.py",
+    "trainer/loops/sanity_check.py",
+}
+SCRIPT = """
+    import json
+    import os
+    import sys
+    import threading
+    from collections import Counter
+
+    import rankwise
+    from tests.process.training_tasks import Regression, loader, quiet_trainer
+
+    PACKAGE = os.path.dirname(rankwise.__file__) + os.sep
+    passed = Counter()
+
+    def count(frame, event, argument):
+        path = frame.f_code.co_filename
+        if event == "call" and path.startswith(PACKAGE) and frame.f_code.co_name != "<module>":
+            passed[path.removeprefix(PACKAGE)] += 1
+
+    def show(*_):
+        threading.setprofile(None)
+        sys.setprofile(None)
+        if passed and trainer.is_global_zero:
+            print("PASSED", json.dumps(dict(passed)), flush=True)
+            passed.clear()
+
+    class Counted(Regression):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            optimizer.register_step_post_hook(show)
+            return optimizer
+
+    trainer = quiet_trainer("ddp", 2, max_epochs=1)
+    threading.setprofile(count)
+    sys.setprofile(count)
+    trainer.fit(Counted(), loader(12, 2))
+"""
+
+
+@pytest.fixture
+@computed_once
+def passed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    """How many calls of functions of each file."""
+    with module_runner(tmp_path_factory.mktemp("script")) as runner:
+        result = runner(SCRIPT, env=with_tests())
+    assert result.returncode == 0, result
+    [line] = [line for line in result.stdout.splitlines() if line.startswith("PASSED")]
+    found: Any = json.loads(line.removeprefix("PASSED"))
+    return dict(found)
+
+
+def test_few_files_and_calls(passed: dict[str, int]) -> None:
+    """Whoever follows a fit to its first step reads few files."""
+    assert len(passed) <= MOST_FILES, sorted(passed)
+    assert sum(passed.values()) <= MOST_CALLS, sorted(passed.items(), key=lambda item: -item[1])
+
+
+def test_unused_features_are_not_entered(passed: dict[str, int]) -> None:
+    """A feature that a fit does not use is not called."""
+    assert not passed.keys() & UNUSED
