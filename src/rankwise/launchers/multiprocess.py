@@ -39,7 +39,7 @@ from rankwise.launchers.worker_group import WorkerGroup, WorkerLinks, WorkerStar
 from rankwise.launchers.worker_main import JobSpec, open_channel, run_worker
 from rankwise.monitoring.heartbeat import LEAVING, report_phase
 from rankwise.processes.command_line import count_launch
-from rankwise.processes.exit_codes import end_pools, exit_now, leave_garbage
+from rankwise.processes.exit_codes import end_pools, exit_now
 from rankwise.processes.fork_safety import import_dynamo, objects_frozen, pause_openmp, release_memory
 from rankwise.processes.shared_memory import Descriptor, owned_descriptor, pack, pack_or_explain, unpack
 from rankwise.processes.signals import StoppedBySignal
@@ -202,7 +202,6 @@ def _work(
     report_phase(LEAVING)
     if not isinstance(job.entry, Descriptor):
         _exit_fork()
-    leave_garbage()
 
 
 def _exit_fork() -> None:
