@@ -2,27 +2,6 @@
 
 from tests.helpers.scripts import ScriptRunner
 
-COLLECTIONS = """
-    import gc
-    import torch
-    from rankwise import errors
-
-    seen = []
-    gc.callbacks.append(lambda phase, info: seen.append(phase))
-    from rankwise import Trainer
-    print("collections", len(seen), "enabled", gc.isenabled())
-    gc.disable()
-    from rankwise import StrategyRegistry, DDPStrategy
-    print("disabled", not gc.isenabled())
-"""
-
-
-def test_no_collection_while_importing(run_script: ScriptRunner) -> None:
-    """No objects are walked by the garbage collector meanwhile, whose setting stays as it was."""
-    result = run_script(COLLECTIONS, fresh=True)
-    assert result.stdout.splitlines() == ["collections 0 enabled True", "disabled True"], result
-
-
 LATER = """
     import sys
     from rankwise import DDPStrategy, Trainer

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from rankwise.lazy_names import import_without_collections
-
 # Sockets, selectors and files: to close one that is closed already does nothing.
 _closed_in_child: WeakSet[Any] = WeakSet()
 
@@ -107,15 +105,16 @@ def import_functional() -> None:
 
 
 def import_dynamo() -> None:
-    """Import what the first optimizer or `DistributedDataParallel` would import: 0.8 s.
+    """Import what the first optimizer or `DistributedDataParallel` would import: 1 s.
 
-    Garbage collections would take 0.3 s more. A fork inherits it. The import makes a folder for what will be
-    compiled, which is removed again: each compilation makes it if it is not there.
+    A fork inherits it. The import makes a folder for what will be compiled, which is removed again: each
+    compilation makes it if it is not there.
     """
     import_functional()
     is_set, is_new = SET_BY_DYNAMO in os.environ, "torch._dynamo" not in sys.modules
     before = set(Path(tempfile.gettempdir()).glob("torchinductor_*")) if is_new else set()
-    import_without_collections("torch._dynamo")
+    import torch._dynamo  # noqa: F401 -- the effect is wanted
+
     folder = None if is_set else os.environ.pop(SET_BY_DYNAMO, None)
     if is_new and folder is not None and Path(folder) not in before:
         with suppress(OSError):  # another process uses it, or has removed it
