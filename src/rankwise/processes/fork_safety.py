@@ -123,31 +123,3 @@ def import_dynamo() -> None:
 
     with record_function("rankwise"):  # as each step of an optimizer; the first time it imports more
         pass
-
-
-# Where torch keeps what it calls in a method's place, so that dynamo does not compile it.
-_UNCOMPILED = "__dynamo_disable"
-
-
-@contextmanager
-def optimizers_without_dynamo() -> Iterator[None]:
-    """Create optimizers and load their states in the block without importing `torch._dynamo`: 0.8 s.
-
-    torch imports it to tell it not to compile these methods. Before it is imported, it compiles nothing.
-
-    Mutates: in the block, an attribute of the methods of `Optimizer`.
-    """
-    if "torch._dynamo" in sys.modules:
-        yield
-        return
-    from torch.optim import Optimizer
-
-    # why: torch's decorator leaves no other sign on the methods that it wraps.
-    methods = [each.__wrapped__ for each in vars(Optimizer).values() if hasattr(each, "__wrapped__")]
-    for method in methods:
-        setattr(method, _UNCOMPILED, method)
-    try:
-        yield
-    finally:
-        for method in methods:
-            delattr(method, _UNCOMPILED)

@@ -362,7 +362,7 @@ def test_attributes_come_back(tmp_path: Path) -> None:
     assert (weight is elsewhere.layer.weight, owner is train, module is elsewhere) == (True, True, True)
     assert type(new) is nn.ReLU
     assert elsewhere.data is data  # data sets are not sent
-    assert elsewhere.optimizer is train.optimizers[0]
+    assert train.optimizers[0] is elsewhere.optimizer  # created at its first use
 
 
 class KeepingCallback(Callback):
