@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from rankwise.data.sampler import length_of
 from rankwise.errors import ConfigurationError, InvalidTypeError, MissingAttributeError, UnknownNameError
+from rankwise.nested import contained, map_nested, walked
 
 Mode = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
 Row = list[Any]
@@ -90,7 +91,7 @@ class CombinedLoader:
 
     def restored(self, items: Sequence[Any]) -> Any:
         """Return items, one for each loader, in the structure of `iterables`."""
-        return _restored(self._structure, items)
+        return map_nested(self._structure, int, items.__getitem__, each_place=True)
 
     def length(self, lengths: Sequence[float]) -> float:
         """Return the number of batches, if the loaders have `lengths`; `inf` for unknown."""
@@ -177,35 +178,21 @@ def is_collection(given: Any) -> bool:
     """Return whether a value is a container of loaders; a list without any `DataLoader` is one of batches."""
     if isinstance(given, Mapping):
         return True
-    return isinstance(given, (list, tuple)) and (not given or any(map(_has_loader, given)))
+    return isinstance(given, (list, tuple)) and (not given or any(map(_is_loader, walked(given))))
 
 
-def _has_loader(item: Any) -> bool:
-    if isinstance(item, (list, tuple, Mapping)):
-        return any(map(_has_loader, item.values() if isinstance(item, Mapping) else item))
-    return isinstance(item, (DataLoader, CombinedLoader))
+def _is_loader(value: Any) -> bool:
+    return isinstance(value, (DataLoader, CombinedLoader))
 
 
 def _numbered(collection: Any, leaves: list[Any]) -> Any:
     """Return a collection with numbers in place of its loaders, which are appended to `leaves`."""
-    items = collection.values() if isinstance(collection, Mapping) else collection
-    is_container = isinstance(collection, (Mapping, list, tuple))
-    if not is_container or (items and all(isinstance(item, (int, float, str)) for item in items)):
+    items = contained(collection)
+    if items is None or (items and all(isinstance(item, (int, float, str)) for item in items)):
         leaves.append(collection)
         return len(leaves) - 1
+    numbers = [_numbered(item, leaves) for item in items]
     if isinstance(collection, Mapping):
-        return {key: _numbered(item, leaves) for key, item in collection.items()}
-    return _like(collection, [_numbered(item, leaves) for item in collection])
-
-
-def _restored(structure: Any, items: Sequence[Any]) -> Any:
-    if isinstance(structure, int):
-        return items[structure]
-    if isinstance(structure, dict):
-        return {key: _restored(part, items) for key, part in structure.items()}
-    return _like(structure, [_restored(part, items) for part in structure])
-
-
-def _like(container: Any, items: list[Any]) -> Any:
-    kind: Any = type(container)
-    return kind(*items) if getattr(kind, "_fields", None) else kind(items)
+        return dict(zip(collection, numbers, strict=True))
+    kind: Any = type(collection)
+    return kind(*numbers) if getattr(kind, "_fields", None) else kind(numbers)
