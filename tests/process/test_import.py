@@ -2,26 +2,8 @@
 
 from tests.helpers.scripts import ScriptRunner
 
-LATER = """
-    import sys
-    from rankwise import DDPStrategy, Trainer
 
-    print("lightning_utilities" in sys.modules, "pstats" in sys.modules)
-    from rankwise import rank_zero_info, rank_zero_only
-    from lightning_utilities.core import rank_zero
-
-    print(rank_zero_info is rank_zero.rank_zero_info, rank_zero_only is rank_zero.rank_zero_only)
-    print("rank", rank_zero_only.rank)
-"""
-
-
-def test_what_few_programs_need_is_imported_when_used(run_script: ScriptRunner) -> None:
-    """The functions of lightning-utilities are its own, and have the launcher's rank then."""
-    result = run_script(LATER, env={"RANK": "3"}, fresh=True)
-    assert result.stdout.splitlines() == ["False False", "True True", "rank 3"], result
-
-
-def test_lightning_utilities_that_is_imported_already_gets_the_rank(run_script: ScriptRunner) -> None:
+def test_lightning_utilities_gets_the_rank(run_script: ScriptRunner) -> None:
     """Its functions work before there is a job, as rankwise's names for them do."""
     code = """
         from lightning_utilities.core.rank_zero import rank_zero_only

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from lightning_utilities.core import rank_zero  # noqa: F401  ranks need it: forked ones inherit it
 
 import rankwise.process_group.stop_agreement  # noqa: F401  as above
 from rankwise.errors import LaunchRefusedError

@@ -119,7 +119,3 @@ def import_dynamo() -> None:
     if is_new and folder is not None and Path(folder) not in before:
         with suppress(OSError):  # another process uses it, or has removed it
             Path(folder).rmdir()
-    from torch.autograd.profiler import record_function
-
-    with record_function("rankwise"):  # as each step of an optimizer; the first time it imports more
-        pass
