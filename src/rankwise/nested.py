@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["map_nested", "map_tensors", "once_each", "to_device", "walked"]
+__all__ = ["contained", "map_nested", "map_tensors", "once_each", "to_device", "walked"]
 
 T = TypeVar("T")
 _NOT_CONTAINERS = (str, bytes, bytearray, memoryview, range, array.array, UserString, torch.Size)
@@ -87,8 +87,15 @@ def once_each(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return remembered
 
 
-def walked(value: Any, parts_of: Callable[[Any], Iterable[Any] | None]) -> Iterator[Any]:
-    """Yield a value and all that is in it, the parts of each container once; one may contain itself.
+def contained(value: Any) -> Iterable[Any] | None:
+    """Return what a mapping, a list or a tuple contains; None for other values."""
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, (list, tuple)) else None
+
+
+def walked(value: Any, parts_of: Callable[[Any], Iterable[Any] | None] = contained) -> Iterator[Any]:
+    """Yield a value and all that is in it in order, the parts of each container once; one may contain itself.
 
     `parts_of` returns the parts of a container, and None for other values.
     """
@@ -99,7 +106,7 @@ def walked(value: Any, parts_of: Callable[[Any], Iterable[Any] | None]) -> Itera
         yield item
         if id(item) not in known and (parts := parts_of(item)) is not None:
             known[id(item)] = item
-            left.extend(parts)
+            left.extend(reversed([*parts]))
 
 
 def _copied(value: Any, mapped: Callable[[Any], Any], leaf: Callable[[Any], Any]) -> Any:

@@ -7,19 +7,16 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import CodeType, FrameType, ModuleType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from types import CodeType, FrameType
+from typing import Any, ParamSpec, TypeVar
+
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
 from rankwise.errors import InvalidArgumentError
 
-if TYPE_CHECKING:
-    from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
-
 __all__ = ["RankInfo", "rank_zero_info", "rank_zero_only", "rank_zero_warn"]
 
-# Its functions are imported when they are used, or their rank is set: that takes 15 ms.
-_RANK_ZERO = "lightning_utilities.core.rank_zero"
-
+_RANK_ZERO = rank_zero_only.__module__
 # The code of functions that run a rank. Frames further out, as those around a fork, are not the rank's own.
 # By identity, as Python 3.12 hashes all instructions of a code object.
 _entries: dict[int, CodeType] = {}
@@ -97,15 +94,6 @@ class RankInfo:
         )
 
 
-def _rank_zero() -> ModuleType:
-    """Import the functions of lightning-utilities, with the rank in the environment if they have none yet."""
-    from lightning_utilities.core import rank_zero
-
-    if getattr(rank_zero.rank_zero_only, "rank", None) is None:
-        rank_zero.rank_zero_only.rank = _rank_from(os.environ)  # type: ignore[attr-defined]  # its documented place
-    return rank_zero
-
-
 def _rank_from(environ: Mapping[str, str]) -> int:
     for name in _RANK_VARIABLES:
         if re.fullmatch(_RANK, environ.get(name, "")):
@@ -113,20 +101,13 @@ def _rank_from(environ: Mapping[str, str]) -> int:
     return 0
 
 
-if _RANK_ZERO in sys.modules:  # the program may call them before there is a job
-    _rank_zero()
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(_rank_zero(), name)
+if getattr(rank_zero_only, "rank", None) is None:  # the program may call it before there is a job
+    rank_zero_only.rank = _rank_from(os.environ)  # type: ignore[attr-defined]  # its documented place
 
 
 def set_rank_zero_only(global_rank: int | None) -> int:
     """Set the rank of `rank_zero_only`, for None the one in the environment; return the previous one."""
-    function = _rank_zero().rank_zero_only
+    function: Any = rank_zero_only
     before: int = function.rank
     function.rank = _rank_from(os.environ) if global_rank is None else global_rank
     return before

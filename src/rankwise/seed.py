@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import hashlib
 import logging
 import operator
@@ -18,7 +19,6 @@ import torch
 
 from rankwise import ranks, start
 from rankwise.errors import InvalidArgumentError, InvalidTypeError
-from rankwise.lazy_names import CollectionsPaused
 
 __all__ = [
     "RandomStreams",
@@ -171,11 +171,28 @@ def seed_of(generator: Any) -> int:
     )
 
 
+@contextlib.contextmanager
+def _collections_paused() -> Iterator[None]:
+    """Collect no garbage in the block.
+
+    torch locks a generator while it makes the tensor of its state. A collection then may wait for another
+    thread of the program, which waits for the generator: torch.manual_seed does not let other threads run
+    meanwhile.
+    """
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
+
+
 def _reseeded(generator: Any, seed: int) -> Callable[[], object]:
     """Seed a generator; return a function that restores its state."""
     restore: Callable[[], object]
     if isinstance(generator, torch.Generator):
-        with CollectionsPaused():  # as in get_random_state
+        with _collections_paused():
             restore = partial(generator.set_state, generator.get_state())
         generator.manual_seed(seed)
     elif isinstance(generator, random.Random):
@@ -204,9 +221,7 @@ def get_random_state(device: torch.device) -> dict[str, Any]:
 
 def _state_without_numpy(device: torch.device) -> dict[str, Any]:
     state: dict[str, Any] = {"python": random.getstate()}
-    # torch locks a generator while it makes the tensor. A collection then may wait for another thread of the
-    # program, which waits for the generator: torch.manual_seed does not let other threads run meanwhile.
-    with CollectionsPaused():
+    with _collections_paused():
         state["torch"] = torch.default_generator.get_state()
         if device.type == "cuda":
             state["cuda"] = torch.cuda.get_rng_state(device)

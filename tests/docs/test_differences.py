@@ -31,7 +31,7 @@ TABLES = PAGE.partition("\n## What differs from Lightning\n")[2].partition("\n##
 HEADER = "| Lightning | rankwise | why | write |"
 
 
-ELSEWHERE = ("DataLoader", "Tuner", "SimpleProfiler", "PyTorchProfiler", "RankwiseStrategy")
+ELSEWHERE = ("DataLoader", "SimpleProfiler", "PyTorchProfiler", "RankwiseStrategy")
 """Classes that are not among the names of `test_migrating`."""
 
 

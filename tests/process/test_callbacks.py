@@ -24,7 +24,6 @@ from rankwise.callbacks import (
     ThroughputMonitor,
 )
 from rankwise.errors import ConfigurationError, WorkerRaisedError
-from rankwise.lightning.tuner import Tuner
 from rankwise.loggers import CSVLogger
 from tests.process.training_tasks import FEATURES, Regression, dataset, loader, quiet_trainer
 
@@ -155,27 +154,6 @@ def test_the_learning_rate_of_one_process() -> None:
         assert trainer.optimizers[0].param_groups[0]["lr"] == module.lr == finder.optimal_lr.suggestion()
         found.append([module.lr, *finder.optimal_lr.results["loss"]])
     assert found[0] == pytest.approx(found[1], rel=1e-9)
-
-
-class Filling(Regression):
-    """Rank 1 has memory for two samples at once."""
-
-    batch_size = 1
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        if len(batch[0]) > 2 and self.trainer.global_rank == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return super().training_step(batch, batch_idx)
-
-    def train_dataloader(self) -> Any:
-        return loader(32, self.batch_size)
-
-
-@pytest.mark.quick
-def test_a_batch_size_on_two_processes() -> None:
-    """A rank without memory ends a trial, not the search."""
-    module = Filling()
-    assert Tuner(quiet_trainer("ddp_fork", 2)).scale_batch_size(module) == module.batch_size == 2
 
 
 class WithBackbone(Regression):

@@ -68,35 +68,6 @@ def test_a_rank_that_does_not_leave(
     assert "in upload" in stderr.partition("stacks of global_rank=1")[2]
 
 
-IN_A_CYCLE = """
-    import atexit, gc, sys
-    from rankwise.strategies import DDPStrategy
-
-    class Log:
-        def __init__(self, name):
-            self.itself, self.file = self, open(name, "w")
-
-    def note_leaving():
-        Log(f"{sys.argv[1]}/leaving-{strategy.global_rank}-{gc.get_freeze_count() > 0}").file.close()
-
-    atexit.register(note_leaving)
-    strategy = DDPStrategy(accelerator="cpu", devices=3)
-    strategy.launch(lambda s: s.global_rank)
-    if strategy.global_rank < 2:
-        log = Log(f"{sys.argv[1]}/log-{strategy.global_rank}")
-        log.file.write("written")
-"""
-
-
-def test_a_file_in_a_reference_cycle_is_flushed(run_script: ScriptRunner, tmp_path: Path) -> None:
-    """Only a garbage collection closes it. A sibling without an open file exits without the last ones."""
-    result = run_script(IN_A_CYCLE, str(tmp_path), fresh=True)  # a fork has frozen objects
-    assert (result.returncode, result.stderr) == (0, ""), result
-    expected = {"leaving-0-False", "leaving-1-False", "leaving-2-True", "log-0", "log-1"}
-    assert {path.name for path in tmp_path.glob("l*")} == expected
-    assert [(tmp_path / f"log-{rank}").read_text() for rank in range(2)] == ["written", "written"]
-
-
 # ---------------------------------------------------------------------- a checkpoint in a thread
 
 

@@ -149,7 +149,7 @@ def test_what_contains_itself() -> None:
     """Walking ends where a container is in itself."""
     value: list[Any] = [1]
     value.append(value)
-    assert list(walked(value, lambda item: item if type(item) is list else None)) == [value, value, 1]
+    assert list(walked(value, lambda item: item if type(item) is list else None)) == [value, 1, value]
 
 
 def test_cached_properties_are_computed_anew() -> None:

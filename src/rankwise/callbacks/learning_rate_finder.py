@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from rankwise.callbacks.base import Callback, PreparingCallback
 from rankwise.errors import ConfigurationError, InvalidArgumentError, MissingExtraError, text_of
-from rankwise.hyperparameters import HyperparametersMixin
 from rankwise.ranks import rank_zero_only
 from rankwise.seed import get_random_state, set_random_state
 
@@ -182,7 +181,7 @@ class LearningRateFinder(PreparingCallback):
 
     def _attribute_of(self, module: TrainingModule) -> str | None:
         names = [self._attr_name] if self._attr_name else _ATTRIBUTES
-        return next((name for name in names if has_value(module, name)), None)
+        return next((name for name in names if name in module.hparams or _has(module, name)), None)
 
     def prepare_run(
         self, trainer: Trainer, module: TrainingModule, train_dataloaders: Any, datamodule: Any
@@ -196,8 +195,9 @@ class LearningRateFinder(PreparingCallback):
         """Search now; `fit` calls this, outside of its processes. Collective under torchrun and srun.
 
         Raises:
-            ConfigurationError: within a stage.
+            ConfigurationError: within a stage, and as in `fit`.
         """
+        self.check_stage(trainer, module, "fit")
         if trainer.is_fitting:
             raise ConfigurationError(
                 message="LearningRateFinder.lr_find() was called within a fit.",
@@ -209,8 +209,8 @@ class LearningRateFinder(PreparingCallback):
             return
         curve = LearningRateCurve(*self._range)
         test = _RangeTest(curve, self._early_stop_threshold)
-        with precision_and_random_state_kept(trainer), tempfile.TemporaryDirectory() as folder:
-            copied = copy_of(module, "LearningRateFinder")
+        with _precision_and_random_state_kept(trainer), tempfile.TemporaryDirectory() as folder:
+            copied = _copy_of(module)
             trial = trainer.trial(copied, test, default_root_dir=folder, **_OPTIONS)
             trial.fit(copied, train_dataloaders, datamodule=datamodule)
         curve.results = {"lr": test.rates, "loss": test.losses}
@@ -226,21 +226,11 @@ class LearningRateFinder(PreparingCallback):
                 "are needed, with finite losses. Raise num_training_steps, or lower max_lr."
             )
             return
-        set_value(module, name, rate)
+        if name in module.hparams:
+            module.hparams[name] = rate
+        if _has(module, name):
+            setattr(module, name, rate)
         rank_zero_only(_log.info)("LearningRateFinder: %s = %g", name, rate)
-
-
-def has_value(owner: HyperparametersMixin, name: str) -> bool:
-    """Return whether a module, or data module, has an attribute or a hyperparameter of that name."""
-    return name in owner.hparams or _has(owner, name)
-
-
-def set_value(owner: HyperparametersMixin, name: str, value: Any) -> None:
-    """Set the attribute and the hyperparameter of that name, where the owner has them."""
-    if name in owner.hparams:
-        owner.hparams[name] = value
-    if _has(owner, name):
-        setattr(owner, name, value)
 
 
 def _has(owner: object, name: str) -> bool:
@@ -315,7 +305,7 @@ def _mean_loss(trainer: Trainer, outputs: Any) -> float:
 
 
 @contextmanager
-def precision_and_random_state_kept(trainer: Trainer) -> Iterator[None]:
+def _precision_and_random_state_kept(trainer: Trainer) -> Iterator[None]:
     """Restore the scale of losses, and this process's random state, after the block."""
     precision, random = trainer.strategy.precision.state_dict(), get_random_state(_CPU)
     try:
@@ -325,8 +315,8 @@ def precision_and_random_state_kept(trainer: Trainer) -> Iterator[None]:
         trainer.strategy.precision.load_state_dict(precision)
 
 
-def copy_of(module: TrainingModule, user: str) -> TrainingModule:
-    """Copy a module, but not the data that it holds, for a `user` that messages name."""
+def _copy_of(module: TrainingModule) -> TrainingModule:
+    """Copy a module, but not the data that it holds."""
     data = [
         value
         for part in module.modules()
@@ -337,9 +327,9 @@ def copy_of(module: TrainingModule, user: str) -> TrainingModule:
         return copy.deepcopy(module, {id(each): each for each in data})
     except Exception as error:
         raise ConfigurationError(
-            message=f"{user} cannot copy {type(module).__name__}.",
+            message=f"LearningRateFinder cannot copy {type(module).__name__}.",
             facts=f"copy.deepcopy raises {type(error).__name__}: {text_of(error)}",
-            remedy=f"make what cannot be copied in setup(), or leave {user} out.",
+            remedy="make what cannot be copied in setup(), or leave LearningRateFinder out.",
         ) from error
 
 

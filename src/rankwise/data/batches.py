@@ -6,7 +6,7 @@ import dataclasses
 import math
 import multiprocessing
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from multiprocessing import resource_tracker
 from typing import Any, NamedTuple, final
@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from rankwise.data.sampler import ShardedSampler, length_of, own_generators, own_seed, set_epoch_of
 from rankwise.data.sharding import Loader, is_shardable, with_attributes, with_indices_from
-from rankwise.nested import walked
+from rankwise.nested import contained, walked
 from rankwise.processes.signals import interrupts_blocked
 from rankwise.seed import isolated_random_state, mixed_seed, seed_process
 
@@ -164,13 +164,9 @@ def _has_size(batch: Any, size: int) -> bool:
 
 def _parts_of(value: Any) -> Iterable[Any] | None:
     """Return the parts of a container in a batch."""
-    if isinstance(value, Mapping):
-        return value.values()
-    if isinstance(value, (list, tuple)):
-        return value
     if dataclasses.is_dataclass(value):
         return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    return None
+    return contained(value)
 
 
 def _lengths_of(value: Any) -> Iterable[int]:

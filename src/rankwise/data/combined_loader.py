@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice, zip_longest
-from typing import Any, Literal, final
+from itertools import zip_longest
+from typing import Any, Literal, NoReturn, final
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from rankwise.data.sampler import length_of
-from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, UnknownNameError
+from rankwise.errors import ConfigurationError, InvalidTypeError, MissingAttributeError, UnknownNameError
+from rankwise.nested import contained, map_nested, walked
 
 Mode = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
 Row = list[Any]
@@ -21,6 +22,15 @@ _LENGTHS: Mapping[str, Callable[[Iterable[float]], float]] = {
     "max_size": max,
     "sequential": sum,
 }
+
+
+def _absent(name: str, remedy: str) -> property:
+    """Return a property for an attribute of Lightning's class: to read and to assign it raise an error."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise MissingAttributeError(owner="CombinedLoader", attribute=name, remedy=remedy)
+
+    return property(refuse, refuse)
 
 
 @final
@@ -39,12 +49,9 @@ class CombinedLoader:
     Attributes:
         iterables, mode: the arguments.
         flattened: the loaders, in their order.
-        limits: how many batches of each loader a pass yields at most; None for all. A number is one for each.
-            For loops of your own: a Trainer has its own limits, and refuses these.
 
     Raises:
         UnknownNameError: for another mode.
-        InvalidArgumentError: for `limits` that are no number, or not one for each loader.
         InvalidTypeError: for what cannot be iterated over, and for a `CombinedLoader` within another.
 
     Example:
@@ -56,6 +63,9 @@ class CombinedLoader:
         2 {'a': 2, 'b': 10}
     """
 
+    limits = _absent("limits", "Trainer(limit_train_batches=2); in a loop of your own itertools.islice.")
+    reset = _absent("reset", "iter(loader), which begins a new pass.")
+
     def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
         if mode not in _LENGTHS:
             raise UnknownNameError(kind="mode of CombinedLoader", name=mode, known=tuple(_LENGTHS))
@@ -63,8 +73,6 @@ class CombinedLoader:
         self.mode: Mode = mode
         self.flattened: list[Any] = []
         self._structure = _numbered(iterables, self.flattened)
-        self._limits: list[float] | None = None
-        self._iterator: Iterator[tuple[Any, int, int]] | None = None
         for loader in self.flattened:
             check_iterable(loader)
             if isinstance(loader, CombinedLoader):
@@ -81,72 +89,29 @@ class CombinedLoader:
         """The loaders' batch samplers, in the structure of `iterables`."""
         return self.restored([getattr(loader, "batch_sampler", None) for loader in self.flattened])
 
-    @property
-    def limits(self) -> list[float] | None:
-        return self._limits
-
-    @limits.setter
-    def limits(self, limits: float | Sequence[float] | None) -> None:
-        count = len(self.flattened)
-        given = [limits] * count if isinstance(limits, (int, float)) else limits
-        is_list = isinstance(given, Sequence) and len(given) == count
-        if given is not None and not (is_list and all(_is_limit(number) for number in given)):
-            expected = f"a number of batches, 0 or more, or a list of {count} of them"
-            raise InvalidArgumentError(argument="limits", value=limits, expected=expected)
-        self._limits = None if given is None else list(given)
-
     def restored(self, items: Sequence[Any]) -> Any:
         """Return items, one for each loader, in the structure of `iterables`."""
-        return _restored(self._structure, items)
+        return map_nested(self._structure, int, items.__getitem__, each_place=True)
 
     def length(self, lengths: Sequence[float]) -> float:
         """Return the number of batches, if the loaders have `lengths`; `inf` for unknown."""
         return _LENGTHS[self.mode](lengths) if lengths else 0
 
     def __len__(self) -> int:
-        lengths = [length_of(loader) for loader in self.flattened]
-        length = self.length(list(map(min, lengths, self._limits or lengths)))
+        length = self.length([length_of(loader) for loader in self.flattened])
         if math.isinf(length):
             raise TypeError(f"a CombinedLoader of the mode {self.mode!r} with a loader that has no length")
         return int(length)
 
     def __iter__(self) -> Iterator[tuple[Any, int, int]]:
-        self._iterator = self._batches()
-        return self._iterator
-
-    def __next__(self) -> tuple[Any, int, int]:
-        """Return what comes next in the last iteration; begin one if there is none."""
-        return next(iter(self) if self._iterator is None else self._iterator)
-
-    def reset(self) -> None:
-        """End the last iteration, and the workers of loaders that keep them."""
-        self._iterator = None
-        for loader in self.flattened:
-            if isinstance(loader, DataLoader) and loader._iterator is not None:
-                loader._iterator = None  # its workers end with it
-
-    def _batches(self) -> Iterator[tuple[Any, int, int]]:
-        numbers = range(len(self.flattened))
         if self.mode == "sequential":
-            for number in numbers:
-                for batch_idx, batch in enumerate(self._begin(number)):
+            for number, loader in enumerate(self.flattened):
+                for batch_idx, batch in enumerate(loader):
                     yield batch, batch_idx, number
             return
-        starts = [lambda _, number=number: self._begin(number) for number in numbers]
+        starts = [lambda _, loader=loader: iter(loader) for loader in self.flattened]
         for batch_idx, row in enumerate(rows(self.mode, starts)):
             yield self.restored(row), batch_idx, 0
-
-    def _begin(self, number: int) -> Iterator[Any]:
-        """Begin a pass over a loader, up to its limit."""
-        limit = math.inf if self._limits is None else self._limits[number]
-        return islice(self.flattened[number], None if math.isinf(limit) else int(limit))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_iterator": None}
-
-
-def _is_limit(number: object) -> bool:
-    return isinstance(number, (int, float)) and number >= 0
 
 
 def rows(
@@ -213,35 +178,21 @@ def is_collection(given: Any) -> bool:
     """Return whether a value is a container of loaders; a list without any `DataLoader` is one of batches."""
     if isinstance(given, Mapping):
         return True
-    return isinstance(given, (list, tuple)) and (not given or any(map(_has_loader, given)))
+    return isinstance(given, (list, tuple)) and (not given or any(map(_is_loader, walked(given))))
 
 
-def _has_loader(item: Any) -> bool:
-    if isinstance(item, (list, tuple, Mapping)):
-        return any(map(_has_loader, item.values() if isinstance(item, Mapping) else item))
-    return isinstance(item, (DataLoader, CombinedLoader))
+def _is_loader(value: Any) -> bool:
+    return isinstance(value, (DataLoader, CombinedLoader))
 
 
 def _numbered(collection: Any, leaves: list[Any]) -> Any:
     """Return a collection with numbers in place of its loaders, which are appended to `leaves`."""
-    items = collection.values() if isinstance(collection, Mapping) else collection
-    is_container = isinstance(collection, (Mapping, list, tuple))
-    if not is_container or (items and all(isinstance(item, (int, float, str)) for item in items)):
+    items = contained(collection)
+    if items is None or (items and all(isinstance(item, (int, float, str)) for item in items)):
         leaves.append(collection)
         return len(leaves) - 1
+    numbers = [_numbered(item, leaves) for item in items]
     if isinstance(collection, Mapping):
-        return {key: _numbered(item, leaves) for key, item in collection.items()}
-    return _like(collection, [_numbered(item, leaves) for item in collection])
-
-
-def _restored(structure: Any, items: Sequence[Any]) -> Any:
-    if isinstance(structure, int):
-        return items[structure]
-    if isinstance(structure, dict):
-        return {key: _restored(part, items) for key, part in structure.items()}
-    return _like(structure, [_restored(part, items) for part in structure])
-
-
-def _like(container: Any, items: list[Any]) -> Any:
-    kind: Any = type(container)
-    return kind(*items) if getattr(kind, "_fields", None) else kind(items)
+        return dict(zip(collection, numbers, strict=True))
+    kind: Any = type(collection)
+    return kind(*numbers) if getattr(kind, "_fields", None) else kind(numbers)

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from lightning_utilities.core import rank_zero  # noqa: F401  ranks need it: forked ones inherit it
 
 import rankwise.process_group.stop_agreement  # noqa: F401  as above
 from rankwise.errors import LaunchRefusedError
@@ -39,7 +38,7 @@ from rankwise.launchers.worker_group import WorkerGroup, WorkerLinks, WorkerStar
 from rankwise.launchers.worker_main import JobSpec, open_channel, run_worker
 from rankwise.monitoring.heartbeat import LEAVING, report_phase
 from rankwise.processes.command_line import count_launch
-from rankwise.processes.exit_codes import end_pools, exit_now, leave_garbage
+from rankwise.processes.exit_codes import end_pools, exit_now
 from rankwise.processes.fork_safety import import_dynamo, objects_frozen, pause_openmp, release_memory
 from rankwise.processes.shared_memory import Descriptor, owned_descriptor, pack, pack_or_explain, unpack
 from rankwise.processes.signals import StoppedBySignal
@@ -202,7 +201,6 @@ def _work(
     report_phase(LEAVING)
     if not isinstance(job.entry, Descriptor):
         _exit_fork()
-    leave_garbage()
 
 
 def _exit_fork() -> None:

@@ -28,7 +28,7 @@ from rankwise.launchers.script_place import set_running_script
 from rankwise.monitoring.heartbeat import LEAVING, report_phase, write_heartbeat_to
 from rankwise.monitoring.stacks import write_stacks_on_signal
 from rankwise.processes import parent_death
-from rankwise.processes.exit_codes import exit_now, leave_garbage
+from rankwise.processes.exit_codes import exit_now
 from rankwise.processes.signals import StoppedBySignal, ignore_interrupts_in_workers
 from rankwise.processes.started_process import is_suspended
 from rankwise.ranks import RankInfo
@@ -128,7 +128,6 @@ class InheritedContext:
         """
         self.jobs += 1
         if self.jobs == 1:
-            atexit.register(leave_garbage)
             atexit.register(report_phase, LEAVING)
         worker = WorkerContext(self.ranks, self.variables, self.address, channel=self.channel, job=self.jobs)
 

@@ -37,7 +37,6 @@ _MODULES = (
         "profilers",
         "strategies",
         "trainer",
-        "tuner",
         "utilities",
     ),
 )

@@ -12,6 +12,8 @@ from rankwise.errors import MissingNameError
 _NO_LIGHTNING_CLI = "build the Trainer in code; jsonargparse's CLI, Hydra and argparse can call it."
 _MODEL_SHARDING = 'Trainer(strategy="ddp"): models that are split over devices are out of scope.'
 _DEVICES = 'rankwise trains on CPUs and CUDA devices: Trainer(accelerator="cpu") or "cuda".'
+_SHORT_FITS = "try batch sizes in short fits: Trainer(max_steps=3)."
+_TUNER = f"LearningRateFinder().lr_find(trainer, model, loader); {_SHORT_FITS}"
 _NOT_PUBLIC = "use the hooks of the module, its callbacks and the strategy, which are public."
 
 _MISSING_MODULES: Mapping[str, str] = {
@@ -19,6 +21,7 @@ _MISSING_MODULES: Mapping[str, str] = {
     "cli": _NO_LIGHTNING_CLI,
     **dict.fromkeys(("demos", "demos.boring_classes"), "write the module in your script."),
     **dict.fromkeys(("loops", "overrides"), _NOT_PUBLIC),
+    **dict.fromkeys(("tuner", "tuner.tuning"), _TUNER),
     "serve": "serve the module with a server of your choice; it is a torch.nn.Module.",
 }
 """Modules of Lightning's without a counterpart, and what to do."""
@@ -26,9 +29,8 @@ _MISSING_MODULES: Mapping[str, str] = {
 _MISSING_NAMES: Mapping[str, str] = {
     **_MISSING_MODULES,
     "LightningCLI": _NO_LIGHTNING_CLI,
-    "BatchSizeFinder": (
-        "from rankwise.lightning.tuner import Tuner; Tuner(trainer).scale_batch_size(model) before fit."
-    ),
+    "Tuner": _TUNER,
+    "BatchSizeFinder": _SHORT_FITS,
     **dict.fromkeys(("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"), _MODEL_SHARDING),
     **dict.fromkeys(("FSDPPrecision", "DeepSpeedPrecision"), _MODEL_SHARDING),
     **dict.fromkeys(("XLAPrecision", "XLAEnvironment", "XLACheckpointIO", "XLAProfiler"), _DEVICES),

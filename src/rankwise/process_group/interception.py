@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, final
 import torch
 import torch.distributed as dist
 
+from rankwise.nested import walked
 from rankwise.paths import path_in_package
 
 # What must be the same on all ranks: the tensors at a position among the arguments, or only their dtype, or
@@ -160,7 +161,7 @@ def _call(group: dist.ProcessGroup, method: str, rule: tuple[str, int], args: tu
 
 def _described(tensors: Any, *, whole: bool) -> str:
     """Return the dtypes and (if `whole`) shapes of tensors, which may be in nested lists."""
-    flat = list(_flat(tensors))
+    flat = [item for item in walked(tensors) if isinstance(item, torch.Tensor)]
     if not whole:
         return ", ".join(dict.fromkeys(_dtype(tensor) for tensor in flat))
     shown = [f"{_dtype(tensor)}{list(tensor.shape)}" for tensor in flat]
@@ -170,14 +171,6 @@ def _described(tensors: Any, *, whole: bool) -> str:
         elements = sum(tensor.numel() for tensor in flat)
         texts[_MOST_TENSORS - 1 :] = [f"... ({len(flat)} tensors, {elements} elements)"]
     return ", ".join(texts)
-
-
-def _flat(tensors: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tensors, torch.Tensor):
-        yield tensors
-    elif isinstance(tensors, (list, tuple)):
-        for item in tensors:
-            yield from _flat(item)
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
-import gc
 import os
 import signal
-import stat
 import sys
 import threading
 import traceback
@@ -99,29 +96,6 @@ def _report_in_child(error: BaseException) -> int:
         return (error.code or 0) & 0xFF
     write_stderr(f"{error.code}\n")
     return _FAILURE
-
-
-def leave_garbage() -> None:
-    """Let this process, a worker, exit without its last garbage collections: 0.7 s with torch loaded.
-
-    Does nothing where a file is open for writing: in a reference cycle only a collection flushes it.
-    """
-    with suppress(OSError):  # no /proc, so no Linux
-        if not any(_is_written(int(name)) for name in os.listdir("/proc/self/fd")):  # noqa: PTH208 -- no Path
-            gc.freeze()
-
-
-def _is_written(descriptor: int) -> bool:
-    """Return whether a descriptor is a file's, open for writing, that outlives this process."""
-    try:
-        status, flags = os.fstat(descriptor), fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    except OSError:  # it was the folder's that lists them
-        return False
-    is_file = stat.S_ISREG(status.st_mode) and status.st_nlink > 0
-    return is_file and descriptor not in _STANDARD and flags & os.O_ACCMODE != os.O_RDONLY
-
-
-_STANDARD = (0, 1, 2)
 
 
 # Where each module keeps the threads that serve its pools.

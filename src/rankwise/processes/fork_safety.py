@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from rankwise.lazy_names import import_without_collections
-
 # Sockets, selectors and files: to close one that is closed already does nothing.
 _closed_in_child: WeakSet[Any] = WeakSet()
 
@@ -107,48 +105,17 @@ def import_functional() -> None:
 
 
 def import_dynamo() -> None:
-    """Import what the first optimizer or `DistributedDataParallel` would import: 0.8 s.
+    """Import what the first optimizer or `DistributedDataParallel` would import: 1 s.
 
-    Garbage collections would take 0.3 s more. A fork inherits it. The import makes a folder for what will be
-    compiled, which is removed again: each compilation makes it if it is not there.
+    A fork inherits it. The import makes a folder for what will be compiled, which is removed again: each
+    compilation makes it if it is not there.
     """
     import_functional()
     is_set, is_new = SET_BY_DYNAMO in os.environ, "torch._dynamo" not in sys.modules
     before = set(Path(tempfile.gettempdir()).glob("torchinductor_*")) if is_new else set()
-    import_without_collections("torch._dynamo")
+    import torch._dynamo  # noqa: F401 -- the effect is wanted
+
     folder = None if is_set else os.environ.pop(SET_BY_DYNAMO, None)
     if is_new and folder is not None and Path(folder) not in before:
         with suppress(OSError):  # another process uses it, or has removed it
             Path(folder).rmdir()
-    from torch.autograd.profiler import record_function
-
-    with record_function("rankwise"):  # as each step of an optimizer; the first time it imports more
-        pass
-
-
-# Where torch keeps what it calls in a method's place, so that dynamo does not compile it.
-_UNCOMPILED = "__dynamo_disable"
-
-
-@contextmanager
-def optimizers_without_dynamo() -> Iterator[None]:
-    """Create optimizers and load their states in the block without importing `torch._dynamo`: 0.8 s.
-
-    torch imports it to tell it not to compile these methods. Before it is imported, it compiles nothing.
-
-    Mutates: in the block, an attribute of the methods of `Optimizer`.
-    """
-    if "torch._dynamo" in sys.modules:
-        yield
-        return
-    from torch.optim import Optimizer
-
-    # why: torch's decorator leaves no other sign on the methods that it wraps.
-    methods = [each.__wrapped__ for each in vars(Optimizer).values() if hasattr(each, "__wrapped__")]
-    for method in methods:
-        setattr(method, _UNCOMPILED, method)
-    try:
-        yield
-    finally:
-        for method in methods:
-            delattr(method, _UNCOMPILED)

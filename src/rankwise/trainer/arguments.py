@@ -339,7 +339,7 @@ _ELSEWHERE: Mapping[str, str] = {
     "terminate_on_nan": 'Trainer(on_nonfinite="raise").',
     "gradient_accumulation_steps": "Trainer(accumulate_grad_batches={value!r}).",
     "auto_lr_find": "callbacks=[LearningRateFinder()]",
-    "auto_scale_batch_size": "rankwise.lightning.tuner: Tuner(trainer).scale_batch_size(model).",
+    "auto_scale_batch_size": "try batch sizes in short fits: Trainer(max_steps=3).",
     "track_grad_norm": "log it in on_before_optimizer_step of the module.",
     "stochastic_weight_avg": "Trainer(callbacks=[StochasticWeightAveraging(swa_lrs=...)]).",
     "ddp_sync_strategy": "Trainer(strategy=DDPStrategy(sync_mode=...)).",

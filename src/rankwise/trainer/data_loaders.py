@@ -131,12 +131,6 @@ def check_combination(phase: str, given: Any, options: TrainerOptions) -> None:
             facts="an evaluation reads each loader to its end, so that each sample counts once.",
             remedy='CombinedLoader(..., "sequential"), or a list of the loaders.',
         )
-    if isinstance(given, CombinedLoader) and given.limits is not None:
-        raise ConfigurationError(
-            message="CombinedLoader.limits have no effect in a Trainer, which has limits of its own.",
-            facts=f"limits={given.limits}.",
-            remedy="Trainer(limit_train_batches=...), limit_val_batches and so on; and limits = None.",
-        )
     if phase == "train" and mode == "sequential":
         raise ConfigurationError(
             message="CombinedLoader(mode='sequential') is for evaluation, not for training.",

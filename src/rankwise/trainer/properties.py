@@ -170,8 +170,8 @@ class TrainerProperties:
     num_test_batches: list[float] = _num_batches("test")
     num_predict_batches: list[float] = _num_batches("predict")
 
-    optimizers: list[Optimizer] = _forwarded("_optimizers.optimizers")
-    lr_scheduler_configs: list[SchedulerConfig] = _forwarded("_optimizers.schedulers")
+    optimizers: list[Optimizer] = _forwarded("_optimizers.created.optimizers")
+    lr_scheduler_configs: list[SchedulerConfig] = _forwarded("_optimizers.created.schedulers")
 
     current_epoch: int = _read_only("progress.current_epoch")
     global_step: int = _read_only("progress.global_step")

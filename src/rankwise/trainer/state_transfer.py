@@ -13,12 +13,11 @@ from torch import Tensor
 
 from rankwise.callbacks import Callback
 from rankwise.checkpoint.base import restored_from
-from rankwise.errors import CheckpointError, ConfigurationError
+from rankwise.errors import CheckpointError
 from rankwise.loggers import Logger
 from rankwise.nested import map_tensors, to_device
 from rankwise.process_group.after_failure import is_after_failure
 from rankwise.processes.changed_attributes import AttributesBefore
-from rankwise.processes.fork_safety import optimizers_without_dynamo
 from rankwise.processes.module_state import (
     ModuleBefore,
     ModuleState,
@@ -197,24 +196,20 @@ def _restore_progress(context: LoopContext, state: TrainerState) -> None:
 
 
 def _restore_optimizers(context: LoopContext, states: tuple[list[Any], list[Any], bool] | None) -> None:
-    optimizer_set = context.optimizer_set
     if states is None:  # an evaluation brings none back
         return
     *saved, can_exist = states
     if can_exist:
-        with optimizers_without_dynamo():
-            optimizer_set.create(context.module, context.strategy)
-            try:
-                optimizer_set.load(*saved)
-            except ConfigurationError:  # a parameter exists in the other process only: the next fit will say
-                optimizer_set.keep_states(*saved)
+        context.optimizer_set.take_states(context.module, context.strategy, *saved)
     elif saved[0]:
-        optimizer_set.keep_states(*saved)
+        context.optimizer_set.keep_states(*saved)
 
 
 def _restore_gradients(context: LoopContext, gradients: dict[str, Tensor] | None) -> None:
     if gradients is not None:  # a manual fit has left them
-        context.optimizer_set.set_gradients(context.module, gradients)
+        is_whole = gradients.keys() <= dict(context.module.named_parameters()).keys()
+        optimizer_set = context.optimizer_set if is_whole else context.optimizer_set.created
+        optimizer_set.set_gradients(context.module, gradients)
 
 
 def named_objects(context: LoopContext) -> dict[str, object]:

@@ -15,7 +15,6 @@ from torch.utils.data import Dataset
 from rankwise import DataModule
 from rankwise.callbacks import LearningRateCurve, LearningRateFinder, ModelCheckpoint
 from rankwise.errors import ConfigurationError, InvalidArgumentError, MissingExtraError
-from rankwise.lightning.tuner import Tuner
 from rankwise.loggers import Logger
 from tests.unit.trainer.helpers import Line, samples, trainer
 from tests.unit.trainer.helpers import loader as batches
@@ -159,13 +158,11 @@ class Data(DataModule):
         return loader()
 
 
-def test_tuner(tmp_path: Path) -> None:
-    """Lightning's `Tuner` searches too; with a data module, and without an attribute to set."""
-    module = Rising()
-    curve = Tuner(trainer(tmp_path)).lr_find(module, datamodule=Data(), num_training=20, update_attr=False)
-    assert (module.lr, len(curve.results["lr"] if curve else [])) == (0.1, 20)
-    with pytest.raises(ConfigurationError, match="for fit"):
-        Tuner(trainer(tmp_path)).lr_find(module, method="validate")
+def test_a_search_without_a_fit(tmp_path: Path) -> None:
+    """`lr_find` searches by itself; with a data module, and without an attribute to set."""
+    module, finder = Rising(), LearningRateFinder(num_training_steps=20, update_attr=False)
+    finder.lr_find(trainer(tmp_path), module, datamodule=Data())
+    assert (module.lr, len(finder.optimal_lr.results["lr"] if finder.optimal_lr else [])) == (0.1, 20)
 
 
 def test_a_trial_run(tmp_path: Path) -> None:

@@ -1,16 +1,14 @@
 """`CombinedLoader`: what each mode yields, its length, the structure of its batches."""
 
-import pickle
 from collections import namedtuple
 from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
-from torch.utils.data._utils import signal_handling
 
 from rankwise.data import CombinedLoader
 from rankwise.data.combined_loader import rows as rows_of
-from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, UnknownNameError
+from rankwise.errors import ConfigurationError, InvalidTypeError, MissingAttributeError, UnknownNameError
 
 A, B = range(3), range(10, 12)
 Pair = namedtuple("Pair", ["first", "second"])
@@ -83,46 +81,6 @@ def test_samplers() -> None:
     assert combined.flattened == [loader, B]
 
 
-def test_limits() -> None:
-    """Each loader yields up to its limit; the length says so, and pickling keeps them."""
-    combined = CombinedLoader({"a": A, "b": B}, "max_size")
-    combined.limits = [2, 1]
-    assert [batch for batch, _, _ in combined] == [{"a": 0, "b": 10}, {"a": 1, "b": None}]
-    assert len(combined) == 2
-    assert len(list(pickle.loads(pickle.dumps(combined)))) == 2
-    for mode, rows in (("sequential", [(0, 0, 0), (10, 0, 1)]), ("min_size", [([0, 10], 0, 0)])):
-        combined = CombinedLoader([A, B], mode)  # type: ignore[arg-type]  # one of the modes
-        combined.limits = 1
-        assert combined.limits == [1, 1]
-        assert list(combined) == rows
-        assert len(combined) == len(rows)
-    combined.limits = None
-    assert len(combined) == 2
-
-
-@pytest.mark.parametrize("limits", [[1], -1, [1, "2"], "12", object()])
-def test_limits_that_are_none(limits: Any) -> None:
-    """There is one for each loader."""
-    with pytest.raises(InvalidArgumentError, match="a list of 2 of them"):
-        CombinedLoader([A, B]).limits = limits
-
-
-def test_next_and_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`next` goes on with the last iteration; after `reset` with a new one, and workers have ended."""
-    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", True)  # torch would never restore it
-    data: Any = list(A)
-    kept: Any = DataLoader(data, num_workers=1, persistent_workers=True)
-    combined = CombinedLoader([kept, B])
-    assert next(combined)[1] == 0
-    iterator = iter(combined)
-    assert [next(combined)[1], next(iterator)[1]] == [0, 1]
-    assert kept._iterator is not None
-    combined.reset()
-    assert kept._iterator is None
-    assert next(combined)[1] == 0
-    combined.reset()
-
-
 def test_what_is_refused() -> None:
     """Another mode, what is no iterable, and one within another."""
     with pytest.raises(UnknownNameError, match="'max_sizes'"):
@@ -131,3 +89,7 @@ def test_what_is_refused() -> None:
         CombinedLoader([A, 3.5, object()])
     with pytest.raises(InvalidTypeError, match="one CombinedLoader takes all"):
         CombinedLoader([A, CombinedLoader(B)])
+    with pytest.raises(MissingAttributeError, match=r"no limits\.\n.*limit_train_batches"):
+        CombinedLoader([A]).limits = 2
+    with pytest.raises(MissingAttributeError, match="no reset"):
+        CombinedLoader([A]).reset()

@@ -289,16 +289,20 @@ def test_facts_come_back(tmp_path: Path) -> None:
     assert train.lr_scheduler_configs[0].scheduler.last_epoch == 2
 
 
-def test_second_fit_elsewhere_goes_on(tmp_path: Path) -> None:
-    """Two fits of one epoch in other processes equal one fit of two epochs in this one."""
+@pytest.mark.parametrize("are_used", [True, False])
+def test_second_fit_elsewhere_goes_on(tmp_path: Path, are_used: bool) -> None:
+    """Two fits elsewhere equal one of two epochs here; an optimizer that is used stays the same."""
     here, elsewhere = Growing(), Growing()
     trainer(tmp_path, max_epochs=2).fit(here, loader())
     train = trainer(tmp_path)
-    for max_epochs in (1, 2):
-        train.max_epochs = max_epochs
-        fit_elsewhere(train, elsewhere)
+    fit_elsewhere(train, elsewhere)
+    used = train.optimizers[0] if are_used else None
+    train.max_epochs = 2
+    fit_elsewhere(train, elsewhere)
     assert torch.equal(here.layer.weight, elsewhere.layer.weight)
     assert train.global_step == 8
+    assert used is None or used.state[elsewhere.layer.weight]["step"] == 8
+    assert used in (None, train.optimizers[0])
 
 
 def test_frozen_parameters_come_back_frozen(tmp_path: Path) -> None:
@@ -362,7 +366,7 @@ def test_attributes_come_back(tmp_path: Path) -> None:
     assert (weight is elsewhere.layer.weight, owner is train, module is elsewhere) == (True, True, True)
     assert type(new) is nn.ReLU
     assert elsewhere.data is data  # data sets are not sent
-    assert elsewhere.optimizer is train.optimizers[0]
+    assert train.optimizers[0] is elsewhere.optimizer  # created at its first use
 
 
 class KeepingCallback(Callback):

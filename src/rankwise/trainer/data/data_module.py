@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from typing_extensions import Self
 
 from rankwise.errors import InvalidTypeError
 from rankwise.hyperparameters import HyperparametersMixin
-from rankwise.nested import map_nested
+from rankwise.nested import contained, map_nested, walked
 from rankwise.trainer.data.data_hooks import DataHooks
 from rankwise.trainer.module_loading import LoadFromCheckpoint, load_data_module_from_checkpoint
 
@@ -116,20 +115,12 @@ class DataModule(HyperparametersMixin, DataHooks):
         """Called when a stage raises on this rank."""
 
 
-def _is_dataset(value: Any) -> bool:
-    return isinstance(value, Dataset)
-
-
 def _check_datasets(argument: str, value: Any) -> None:
     """Raise InvalidTypeError unless a value is None, a data set, or a container of them."""
-    if value is None or _is_dataset(value):
-        return
-    if not isinstance(value, (Mapping, list, tuple)):
-        expected = "a torch.utils.data.Dataset, or several in a list or dictionary"
-        raise InvalidTypeError(argument=argument, value=value, expected=expected)
-    items: Iterable[Any] = value.values() if isinstance(value, Mapping) else value
-    for item in items:
-        _check_datasets(argument, item)
+    for item in walked(value, lambda each: None if isinstance(each, Dataset) else contained(each)):
+        if item is not None and not isinstance(item, Dataset) and contained(item) is None:
+            expected = "a torch.utils.data.Dataset, or several in a list or dictionary"
+            raise InvalidTypeError(argument=argument, value=item, expected=expected)
 
 
 def _loaders(datasets: Any, *, is_shuffled: bool, batch_size: int, num_workers: int) -> Any:

@@ -220,6 +220,14 @@ class OptimizerSet:
     _module: TrainingModule | None = None  # whose optimizers they are
     _precision: Precision | None = None
     _gradients: dict[str, Tensor] | None = None  # of a manual fit before, where pickling has lost them
+    _create: Callable[[], None] | None = None  # creates optimizers from the pending states
+
+    @property
+    def created(self) -> OptimizerSet:
+        """This set, after it has created optimizers whose states other processes have sent."""
+        if self._create is not None:
+            self._create()
+        return self
 
     def create(self, module: TrainingModule, strategy: Strategy) -> None:
         """Create the module's optimizers and schedulers, or keep those of the fit that continues.
@@ -227,7 +235,7 @@ class OptimizerSet:
         Their state is what the last fit left, on the device where the parameters are now. Collective if they
         are sharded: rank 0 has the state of those.
         """
-        states = self.states()
+        states = self._pending or self.states()
         self._module, self._precision = module, strategy.precision
         if not self.optimizers:
             self.optimizers, self.schedulers = configure(module)
@@ -240,7 +248,7 @@ class OptimizerSet:
         self._configure(strategy.precision, module)
         if states is not None:
             self.load(*states)
-        self._pending = None
+        self._pending = self._create = None
         if self._gradients is not None:
             self.set_gradients(module, self._gradients)
             self._gradients = None
@@ -303,12 +311,28 @@ class OptimizerSet:
 
     def keep_states(self, optimizers: list[Any], schedulers: list[Any]) -> None:
         """Keep the states of optimizers that cannot exist in this process."""
-        self.optimizers, self.schedulers = [], []
+        self.forget()
         self._pending = optimizers, schedulers
+
+    def take_states(
+        self, module: TrainingModule, strategy: Strategy, optimizers: list[Any], schedulers: list[Any]
+    ) -> None:
+        """Load states from other processes; optimizers that do not exist are created at their first use."""
+
+        def create() -> None:
+            try:
+                self.create(module, strategy)
+            except ConfigurationError:  # a parameter exists in the other process only: the next fit will say
+                self.keep_states(optimizers, schedulers)
+
+        self._pending = optimizers, schedulers
+        self._module, self._create = module, create
+        if self.optimizers:
+            create()
 
     def forget(self) -> None:
         """Drop optimizers, schedulers and states: the next fit creates new ones."""
-        self.optimizers, self.schedulers, self._pending = [], [], None
+        self.optimizers, self.schedulers, self._pending, self._create = [], [], None, None
 
     def load(self, optimizers: list[Any], schedulers: list[Any]) -> None:
         """Load the states into the optimizers and schedulers; a ValueError says that they do not fit.

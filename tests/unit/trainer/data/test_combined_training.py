@@ -228,19 +228,11 @@ def test_in_evaluation(tmp_path: Path) -> None:
     assert len(trainer(tmp_path).predict(model, loaders)) == 2
 
 
-def limited() -> CombinedLoader:
-    """Return loaders with limits of their own."""
-    loaders = CombinedLoader([numbers(0, 2)])
-    loaders.limits = 1
-    return loaders
-
-
 @pytest.mark.parametrize(
     ("stage", "loaders", "options", "message"),
     [
         ("fit", CombinedLoader([numbers(0, 2)], "sequential"), {}, "is for evaluation, not for training"),
         ("test", CombinedLoader([numbers(0, 2)]), {}, "is for training, not for test"),
-        ("fit", limited(), {}, "CombinedLoader.limits have no effect in a Trainer"),
         ("fit", {"a": numbers(0, 2)}, {"uneven_inputs": "join"}, "uneven_inputs='join' needs one"),
         ("fit", {}, {}, r"fit\(\) has 0 training loaders"),
         ("fit", [numbers(0, 4), numbers(0, 0)], {}, "Loader 1 of several has no batch"),
