@@ -31,6 +31,7 @@ ORDER = (
     "precision",
     "checkpoint",
     "data",
+    "compatibility",
     "strategies",
     "registry",
     "plugins",

@@ -7,12 +7,13 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from rankwise.compatibility.names import FABRIC_ATTRIBUTES, read_missing
 from rankwise.errors import (
     ConfigurationError,
     InvalidArgumentError,
@@ -20,7 +21,7 @@ from rankwise.errors import (
     UnknownArgumentError,
 )
 from rankwise.fabric.checkpoint import check_filters, checkpoint_of, restore, restore_object
-from rankwise.fabric.checks import absent, check_is_on, check_set_up, check_strategy, check_unwrapped
+from rankwise.fabric.checks import check_is_on, check_set_up, check_strategy, check_unwrapped
 from rankwise.fabric.data_loader import fabric_data_loaders
 from rankwise.fabric.launching import check_function, launching_itself, run_function, share_loggers
 from rankwise.fabric.module import FabricModule
@@ -555,17 +556,10 @@ class Fabric(FabricProcess):
         """Seed all generators of random numbers; see `rankwise.seed_everything`."""
         return seed_everything(seed, workers=True if workers is None else workers, **options)
 
-    def init_module(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: a module is created as always, and moved by `setup`."""
-        raise absent("init_module")
+    if not TYPE_CHECKING:  # type checkers know which attributes there are
 
-    def init_tensor(self) -> NoReturn:
-        """Refuse: a tensor is created as always, on `device`."""
-        raise absent("init_tensor")
-
-    def sharded_model(self) -> NoReturn:
-        """Refuse: models are not split over devices."""
-        raise absent("sharded_model")
+        def __getattr__(self, name: str) -> Any:
+            return read_missing(self, name, FABRIC_ATTRIBUTES)
 
     def end(self, status: str) -> None:
         """End the loggers, and forget the modules and optimizers of a launch; `launch` does that."""

@@ -1,61 +1,14 @@
-"""Modules of Lightning's: further names of those here, and names and modules that do not exist here."""
+"""Make modules importable under the names that Lightning has for them, and refuse missing names."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from rankwise.compatibility.names import MISSING_MODULES, MISSING_NAMES
 from rankwise.errors import MissingNameError
-
-_NO_LIGHTNING_CLI = "build the Trainer in code; jsonargparse's CLI, Hydra and argparse can call it."
-_MODEL_SHARDING = 'Trainer(strategy="ddp"): models that are split over devices are out of scope.'
-_DEVICES = 'rankwise trains on CPUs and CUDA devices: Trainer(accelerator="cpu") or "cuda".'
-_NOT_PUBLIC = "use the hooks of the module, its callbacks and the strategy, which are public."
-
-_MISSING_MODULES: Mapping[str, str] = {
-    "accelerators": _DEVICES,
-    "cli": _NO_LIGHTNING_CLI,
-    **dict.fromkeys(("demos", "demos.boring_classes"), "write the module in your script."),
-    **dict.fromkeys(("loops", "overrides"), _NOT_PUBLIC),
-    "serve": "serve the module with a server of your choice; it is a torch.nn.Module.",
-}
-"""Modules of Lightning's without a counterpart, and what to do."""
-
-_MISSING_NAMES: Mapping[str, str] = {
-    **_MISSING_MODULES,
-    "LightningCLI": _NO_LIGHTNING_CLI,
-    "BatchSizeFinder": (
-        "from rankwise.lightning.tuner import Tuner; Tuner(trainer).scale_batch_size(model) before fit."
-    ),
-    **dict.fromkeys(("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"), _MODEL_SHARDING),
-    **dict.fromkeys(("FSDPPrecision", "DeepSpeedPrecision"), _MODEL_SHARDING),
-    **dict.fromkeys(("XLAPrecision", "XLAEnvironment", "XLACheckpointIO", "XLAProfiler"), _DEVICES),
-    **dict.fromkeys(("LayerSync", "TorchSyncBatchNorm"), "Trainer(sync_batchnorm=True)."),
-    **dict.fromkeys(("CometLogger", "LitLogger"), "derive from Logger, or use another logger."),
-    "DataParallelStrategy": 'Trainer(strategy="ddp").',
-    "ParallelStrategy": "derive from Strategy, or from DDPStrategy.",
-    "BitsandbytesPrecision": "quantise the layers in configure_model().",
-    "TransformerEnginePrecision": 'Trainer(precision="bf16-mixed").',
-    "Checkpoint": "derive from Callback, or use ModelCheckpoint.",
-    "ModelPruning": "torch.nn.utils.prune in a hook of the module.",
-    "OnExceptionCheckpoint": "trainer.save_checkpoint(path) in Callback.on_exception.",
-    "SpikeDetection": 'Trainer(on_nonfinite="skip"), or a callback of your own.',
-    "RichModelSummary": "ModelSummary.",
-    "MisconfigurationException": "rankwise.errors.ConfigurationError.",
-    "SIGTERMException": "except SystemExit.",
-    "measure_flops": "torch.utils.flop_counter.FlopCounterMode.",
-    "GradClipAlgorithmType": 'the strings "norm" and "value".',
-    "LightningEnum": "enum.Enum.",
-    "is_picklable": "pickle.dumps(value), which raises.",
-    "set_shared_parameters": "assign one parameter to both layers in configure_model().",
-    "is_shared_filesystem": "leave it out, or ask the file system.",
-    "find_shared_parameters": "torch.nn.Module.named_parameters(remove_duplicate=False).",
-    "suggested_max_num_workers": "give num_workers yourself, for example 4.",
-    "disable_possible_user_warnings": "warnings.filterwarnings of Python.",
-}
-"""Names of Lightning's without a counterpart, and what to do."""
 
 _ELSE = "docs/from_lightning.md lists the names that exist."
 
@@ -69,7 +22,7 @@ def missing_name(module: str, name: str) -> Exception:
     """
     if name.startswith(("_", "pytest")):
         return AttributeError(f"module {module!r} has no attribute {name!r}")
-    return MissingNameError(module=module, name=name, remedy=_MISSING_NAMES.get(name, _ELSE))
+    return MissingNameError(module=module, name=name, remedy=MISSING_NAMES.get(name, _ELSE))
 
 
 def refuse_missing_names(module: str) -> Callable[[str], Any]:
@@ -102,7 +55,7 @@ def add_submodules(module: str, *parts: ModuleType) -> None:
 def add_missing_modules(package: str) -> None:
     """Make Lightning's modules that do not exist here importable; all of their names are refused."""
     for prefix in (package, f"{package}.pytorch"):
-        for name, remedy in _MISSING_MODULES.items():
+        for name, remedy in MISSING_MODULES.items():
             sys.modules[f"{prefix}.{name}"] = _MissingModule(f"{prefix}.{name}", remedy)
 
 

@@ -254,11 +254,22 @@ def test_attributes_of_lightnings(tmp_path: Path) -> None:
         assert str(error).startswith(f"Trainer has no {name}.\n  Fix: trainer.")
         with pytest.raises(MissingAttributeError, match=name):
             setattr(train, name, 1)
-    with pytest.raises(MissingAttributeError, match=r"num_devices, or trainer\.device_ids"):
-        train.devices  # noqa: B018  reading it raises
-    for name in ("_accelerator_connector", "_data_connector", "_logger_connector", "_results"):
+    for name in ("devices", "_accelerator_connector", "_data_connector", "_logger_connector", "_results"):
         with pytest.raises(MissingAttributeError, match=rf"(?s)Trainer has no {name}\..*Fix: trainer\."):
             getattr(train, name)
+
+
+def test_other_missing_attributes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any public name is refused, so that `getattr` with a default works; a property's own error stays."""
+    train: Any = trainer(tmp_path)
+    with pytest.raises(MissingAttributeError, match=r"(?s)Trainer has no booster\..*migrating.md"):
+        train.booster  # noqa: B018  reading it raises
+    assert getattr(train, "booster", None) is None
+    with pytest.raises(AttributeError, match="'Trainer' object has no attribute '_booster'"):
+        train._booster  # noqa: B018  reading it raises
+    monkeypatch.setattr(train, "strategy", None)
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'world_size'"):
+        train.world_size  # noqa: B018  reading it raises
 
 
 def refusal(train: Trainer, name: str) -> MissingAttributeError | None:
