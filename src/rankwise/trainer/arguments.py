@@ -243,7 +243,7 @@ def collect_callbacks(
     check_choice("enable_progress_bar", enable_progress_bar, (True, False, None))
     check_choice("enable_model_summary", enable_model_summary, (True, False, None))
     enable_checkpointing = enable_checkpointing is not False
-    given: list[Callback] = as_list("callbacks", callbacks, Callback)
+    given = _callbacks("callbacks", callbacks)
     if max_time is not None:
         given.append(Timer(max_time))
     saving = [callback for callback in given if isinstance(callback, ModelCheckpoint)]
@@ -269,7 +269,7 @@ def with_module_callbacks(callbacks: list[Callback], returned: Any, added: set[t
 
     Those whose types are among `added` are not added again; mutates `added`.
     """
-    given: list[Callback] = as_list("configure_callbacks()", returned, Callback)
+    given = _callbacks("configure_callbacks()", returned)
     own = [callback for callback in given if type(callback) not in added]
     added.update(map(type, own))
     if not own:
@@ -282,6 +282,17 @@ def with_module_callbacks(callbacks: list[Callback], returned: Any, added: set[t
     merged = sorted([*kept, *own], key=lambda callback: isinstance(callback, ModelCheckpoint))
     _check_state_keys(merged)
     return merged
+
+
+def _callbacks(name: str, given: Any) -> list[Callback]:
+    """Return one callback or several as a list; those of Lightning's class get rankwise's class, too."""
+    callbacks = as_list(name, given, object)
+    for each in callbacks:
+        if not isinstance(each, Callback):
+            from rankwise.compatibility.lightning_classes import give_class_to_callback
+
+            give_class_to_callback(each, Callback)
+    return as_list(name, callbacks, Callback)
 
 
 def _contradiction(callback: str, argument: str) -> ConfigurationError:
