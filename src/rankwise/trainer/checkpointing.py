@@ -17,7 +17,11 @@ from typing import TYPE_CHECKING, Any, final
 from rankwise import ranks
 from rankwise.callbacks import EarlyStopping, ModelCheckpoint, MonitoringCallback, Timer
 from rankwise.checkpoint.base import as_checkpoint_error, restored_from
-from rankwise.checkpoint.lightning_format import LIGHTNING_VERSION, LightningState, is_of_lightning
+from rankwise.compatibility.lightning_checkpoints import (
+    LIGHTNING_VERSION,
+    LightningState,
+    is_lightning_checkpoint,
+)
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.hyperparameters import (
     DATA_MODULE_KEYS,
@@ -407,7 +411,7 @@ def restore_module(context: LoopContext, checkpoint: dict[str, Any]) -> None:
         own = module.state_dict()
         missing, unexpected = [name for name in own if name not in weights], [*weights.keys() - own.keys()]
         warn_of_different_weights(path, module, missing, sorted(unexpected))
-    if isinstance(checkpoint.get("callbacks"), dict) and not is_of_lightning(checkpoint):
+    if isinstance(checkpoint.get("callbacks"), dict) and not is_lightning_checkpoint(checkpoint):
         _restore_callbacks(context, checkpoint["callbacks"], path)
 
 
@@ -417,7 +421,7 @@ def restore_training(context: LoopContext, checkpoint: dict[str, Any]) -> RankSt
     A checkpoint of Lightning's has no such part.
     """
     path = context.state.ckpt_path or ""
-    if is_of_lightning(checkpoint):
+    if is_lightning_checkpoint(checkpoint):
         _restore_from_lightning(context, LightningState(checkpoint, path))
         return None
     if missing := [name for name in _NEEDED if name not in checkpoint]:
