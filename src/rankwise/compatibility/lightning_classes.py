@@ -120,7 +120,7 @@ def _bridge(base: type, name: str, own: type) -> Any:
     body: dict[str, Any] = {kept: inspect.getattr_static(base, kept) for kept in _KEPT[name]}
     body["__reduce_ex__"] = _reduce_ex
     if "hparams" in body:
-        body["_hyperparameter_record"] = property(record_of_lightning)
+        body["_hyperparameters"] = property(record_of_lightning)
     if name == "LightningModule":
         # Hooks of `to_onnx`; Lightning's asks its own Trainer whose they are.
         body["_call_batch_hook"] = lambda module, hook, *args: getattr(module, hook)(*args)

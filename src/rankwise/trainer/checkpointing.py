@@ -225,7 +225,8 @@ def check_hyper_parameters(context: LoopContext, datamodule: HyperparametersMixi
     changes_checkpoints = is_defined(context.module, "on_save_checkpoint") or any(
         own_method(callback, "on_save_checkpoint") is not None for callback in context.callbacks
     )
-    owners: list[HyperparametersMixin] = [each for each in (context.module, datamodule) if each is not None]
+    given: tuple[HyperparametersMixin | None, ...] = (context.module, datamodule)
+    owners = [each for each in given if each is not None and each._hyperparameters is not None]
     for owner in owners if saving and not changes_checkpoints else ():
         if left_out := left_out_of_checkpoints(owner):
             _warn_of_left_out(type(owner).__name__, left_out)

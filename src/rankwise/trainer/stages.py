@@ -514,8 +514,10 @@ def _warn_of_hidden(module: TrainingModule, datamodule: DataModule, loaders: lis
 
 def _logged_hparams(context: LoopContext) -> dict[str, Any]:
     """Return the hyperparameters of the data module and the module; raise if they contradict each other."""
-    own = context.module.logged_hparams
-    of_data = {} if context.datamodule is None else context.datamodule.logged_hparams
+    own, of_data = (
+        {} if each is None or each._hyperparameters is None else each.logged_hparams
+        for each in (context.module, context.datamodule)
+    )
     for name in own.keys() & of_data.keys():
         if own[name] is not of_data[name] and own[name] != of_data[name]:
             raise ConfigurationError(
