@@ -61,6 +61,33 @@ TRAINER_ARGUMENTS: Mapping[str, str] = {
 }
 """Arguments of Lightning's Trainer (1.x and 2.x) and of other libraries; `{value!r}` is the given value."""
 
+MISSING_STRATEGIES: Mapping[str, str] = {
+    "ddp_cpu": 'Trainer(strategy="ddp", accelerator="cpu", devices=...).',
+    "horovod": 'Trainer(strategy="ddp"), started by mpirun or torchrun if you like.',
+    **dict.fromkeys(
+        ("dp", "ddp2"), 'Trainer(strategy="ddp"): a process for each device, instead of threads in one.'
+    ),
+    **dict.fromkeys(
+        ("fsdp", "fsdp2", "fsdp_native", "deepspeed", "ddp_sharded", "ddp_sharded_spawn"),
+        "sharding the model is out of the scope of rankwise, whose strategies are DistributedDataParallel's: "
+        'Trainer(strategy="ddp") keeps the whole model on each device. ZeroRedundancyOptimizer, from '
+        "configure_optimizers, shards the optimizer's state; for a larger model use another library.",
+    ),
+    **dict.fromkeys(
+        ("single_tpu", "tpu_spawn", "xla"),
+        'Trainer(strategy="auto"): rankwise trains on CPUs and CUDA devices.',
+    ),
+}
+"""Names of Lightning's strategies."""
+
+OTHER_PRECISIONS: Mapping[str, str] = {
+    **dict.fromkeys(("fp16", "float16", "half", "amp", "amp_fp16"), "16-mixed"),
+    **dict.fromkeys(("bfloat16", "amp_bf16"), "bf16-mixed"),
+    **dict.fromkeys(("fp32", "float32", "float", "full"), "32-true"),
+    **dict.fromkeys(("fp64", "float64", "double"), "64-true"),
+}
+"""Names of precisions in other libraries, and rankwise's."""
+
 _METRICS = "trainer.callback_metrics, trainer.logged_metrics."
 _IN_CALLBACKS = "it is an argument only; look for the callback that it adds in trainer.callbacks."
 
