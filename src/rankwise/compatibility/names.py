@@ -212,6 +212,23 @@ MISSING_NAMES: Mapping[str, str] = {
 }
 """Names in the modules of Lightning, and the modules themselves."""
 
+SUBMODULES: Mapping[str, str] = {
+    "callbacks": "callback device_stats_monitor early_stopping finetuning gradient_accumulation_scheduler "
+    "lambda_function lr_finder lr_monitor model_checkpoint model_summary prediction_writer progress "
+    "progress.progress_bar progress.rich_progress progress.tqdm_progress stochastic_weight_avg "
+    "throughput_monitor timer weight_averaging",
+    "core": "datamodule mixins module",
+    "fabric": "",
+    "loggers": "csv_logs logger mlflow tensorboard wandb",
+    "plugins": "environments io precision",
+    "profilers": "advanced profiler pytorch simple",
+    "strategies": "ddp single_device strategy",
+    "trainer": "trainer states",
+    "tuner": "tuning",
+    "utilities": "apply_func combined_loader grads model_summary parsing rank_zero seed types distributed",
+}
+"""The modules of `rankwise.lightning`, and the submodules that Lightning has in place of each."""
+
 
 def read_missing(owner: object, name: str, instead: Mapping[str, str]) -> Any:
     """Be the `__getattr__` of a class that has a counterpart in Lightning.

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from rankwise.compatibility.names import MISSING_MODULES, MISSING_NAMES
+from rankwise.compatibility.names import MISSING_MODULES, MISSING_NAMES, SUBMODULES
 from rankwise.errors import MissingNameError
 
 _ELSE = "docs/from_lightning.md lists the names that exist."
 
 
-def missing_name(module: str, name: str) -> Exception:
+def missing_name(module: str, name: str, remedy: str = _ELSE) -> Exception:
     """Return the error for a name that a module here lacks.
 
     Special names and private ones, and what pytest looks for, are an ordinary `AttributeError`, so that
@@ -22,11 +22,12 @@ def missing_name(module: str, name: str) -> Exception:
     """
     if name.startswith(("_", "pytest")):
         return AttributeError(f"module {module!r} has no attribute {name!r}")
-    return MissingNameError(module=module, name=name, remedy=MISSING_NAMES.get(name, _ELSE))
+    return MissingNameError(module=module, name=name, remedy=MISSING_NAMES.get(name, remedy))
 
 
-def refuse_missing_names(module: str) -> Callable[[str], Any]:
-    """Return a module's `__getattr__`, which raises `missing_name`."""
+def complete_module(module: str) -> Callable[[str], Any]:
+    """Add the submodules that Lightning has; return a `__getattr__` that refuses missing names."""
+    add_submodules(module, *SUBMODULES[module.rpartition(".")[2]].split())
 
     def refuse(name: str) -> Any:
         raise missing_name(module, name)
@@ -34,16 +35,16 @@ def refuse_missing_names(module: str) -> Callable[[str], Any]:
     return refuse
 
 
-def add_other_names(module: str, *names: str) -> None:
-    """Make a module importable as submodules of itself, as which Lightning has parts of it."""
+def add_submodules(module: str, *names: str) -> None:
+    """Make a module importable under the names of the submodules that it has in Lightning."""
     this = sys.modules[module]
     for name in names:
         sys.modules[f"{module}.{name}"] = this
         setattr(this, name, this)
 
 
-def add_submodules(module: str, *parts: ModuleType) -> None:
-    """Make modules, and their other names, importable as submodules of another, too."""
+def copy_submodules(module: str, *parts: ModuleType) -> None:
+    """Make modules, and their submodules, importable as submodules of another, too."""
     for part in parts:
         own = part.__name__
         here = f"{module}.{own.rpartition('.')[2]}"
@@ -60,12 +61,7 @@ def add_missing_modules(package: str) -> None:
 
 
 class _MissingModule(ModuleType):
-    """A module of Lightning's that does not exist here."""
-
-    def __init__(self, name: str, remedy: str) -> None:
-        super().__init__(name, remedy)
+    """A module of Lightning that does not exist here; its docstring says what to do instead."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise MissingNameError(module=self.__name__, name=name, remedy=self.__doc__ or "")
+        raise missing_name(self.__name__, name, self.__doc__ or "")

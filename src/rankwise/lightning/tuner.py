@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 from rankwise.callbacks import LearningRateFinder
 from rankwise.errors import ConfigurationError, InvalidArgumentError
 from rankwise.lightning._batch_size_search import BatchSizeSearch
-from rankwise.lightning._modules import add_other_names, refuse_missing_names
+from rankwise.lightning._modules import complete_module
 from rankwise.lightning.core import LightningDataModule
 from rankwise.ranks import rank_zero_warn
 
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Tuner"]
 
-__getattr__ = refuse_missing_names(__name__)
-add_other_names(__name__, "tuning")
+__getattr__ = complete_module(__name__)
 
 
 @final
