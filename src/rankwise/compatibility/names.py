@@ -6,7 +6,7 @@ Each table says for a name what to write instead. The pages of the documentation
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, final
 
 from rankwise.errors import MissingAttributeError
 
@@ -230,17 +230,23 @@ SUBMODULES: Mapping[str, str] = {
 """The modules of `rankwise.lightning`, and the submodules that Lightning has in place of each."""
 
 
-def read_missing(owner: object, name: str, instead: Mapping[str, str]) -> Any:
-    """Be the `__getattr__` of a class that has a counterpart in Lightning.
+def missing_attributes(owner: str, instead: Mapping[str, str]) -> dict[str, property]:
+    """Return the properties of a class that say for the names in `instead` what to write."""
+    return {name: _MissingAttribute(owner, name, remedy) for name, remedy in instead.items()}
 
-    Raises:
-        MissingAttributeError: for a name in the table `instead`, and for other public names.
-        AttributeError: for private names, and what a property has raised.
-    """
-    if name not in instead and (name.startswith("_") or name in dir(type(owner))):
-        return object.__getattribute__(owner, name)
-    kind = type(owner).__name__
-    remedy = instead.get(
-        name, "docs/migrating.md says what there is; or keep Lightning's class: docs/keep_your_framework.md."
-    )
-    raise MissingAttributeError(owner=kind, attribute=name, remedy=remedy)
+
+@final
+class _MissingAttribute(property):
+    """An attribute that does not exist: to read and to assign it raise MissingAttributeError."""
+
+    def __init__(self, owner: str, name: str, remedy: str) -> None:
+        super().__init__()
+        self._fields = {"owner": owner, "attribute": name, "remedy": remedy}
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        raise MissingAttributeError(**self._fields)
+
+    def __set__(self, instance: object, value: object) -> None:
+        self.__get__(instance)

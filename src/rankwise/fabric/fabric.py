@@ -7,13 +7,13 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from rankwise.compatibility.names import FABRIC_ATTRIBUTES, read_missing
+from rankwise.compatibility.names import FABRIC_ATTRIBUTES, missing_attributes
 from rankwise.errors import (
     ConfigurationError,
     InvalidArgumentError,
@@ -556,10 +556,7 @@ class Fabric(FabricProcess):
         """Seed all generators of random numbers; see `rankwise.seed_everything`."""
         return seed_everything(seed, workers=True if workers is None else workers, **options)
 
-    if not TYPE_CHECKING:  # type checkers know which attributes there are
-
-        def __getattr__(self, name: str) -> Any:
-            return read_missing(self, name, FABRIC_ATTRIBUTES)
+    vars().update(missing_attributes("Fabric", FABRIC_ATTRIBUTES))
 
     def end(self, status: str) -> None:
         """End the loggers, and forget the modules and optimizers of a launch; `launch` does that."""

@@ -19,7 +19,7 @@ from rankwise.callbacks import (
     ModelCheckpoint,
     ProgressBar,
 )
-from rankwise.compatibility.names import TRAINER_ATTRIBUTES, read_missing
+from rankwise.compatibility.names import TRAINER_ATTRIBUTES, missing_attributes
 from rankwise.errors import InvalidArgumentError, LifecycleError, MissingAttributeError
 from rankwise.trainer.loops.optimizers import OptimizerSet, SchedulerConfig
 from rankwise.trainer.module import TrainingModule
@@ -46,11 +46,6 @@ def _forwarded(path: str) -> Any:
 def _read_only(path: str) -> Any:
     """Return a property that reads `path`; an assignment raises AttributeError."""
     return property(operator.attrgetter(path))
-
-
-def _absent(name: str) -> Any:
-    """Return a property for an attribute of Lightning's Trainer; to read and to assign it is refused."""
-    return property(None, lambda trainer, value: getattr(trainer, name))
 
 
 def _in_phase(*phases: str) -> Any:
@@ -179,12 +174,7 @@ class TrainerProperties:
     early_stopping_callbacks: list[EarlyStopping] = _all(EarlyStopping)
     progress_bar_callback: ProgressBar | None = _first(ProgressBar)
 
-    vars().update({name: _absent(name) for name in TRAINER_ATTRIBUTES})
-
-    if not TYPE_CHECKING:  # type checkers know which attributes there are
-
-        def __getattr__(self, name: str) -> Any:
-            return read_missing(self, name, TRAINER_ATTRIBUTES)
+    vars().update(missing_attributes("Trainer", TRAINER_ATTRIBUTES))
 
     @property
     def ckpt_path(self) -> str | None:

@@ -259,19 +259,6 @@ def test_attributes_of_lightnings(tmp_path: Path) -> None:
             getattr(train, name)
 
 
-def test_other_missing_attributes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any public name is refused, so that `getattr` with a default works; a property's own error stays."""
-    train: Any = trainer(tmp_path)
-    with pytest.raises(MissingAttributeError, match=r"(?s)Trainer has no booster\..*migrating.md"):
-        train.booster  # noqa: B018  reading it raises
-    assert getattr(train, "booster", None) is None
-    with pytest.raises(AttributeError, match="'Trainer' object has no attribute '_booster'"):
-        train._booster  # noqa: B018  reading it raises
-    monkeypatch.setattr(train, "strategy", None)
-    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'world_size'"):
-        train.world_size  # noqa: B018  reading it raises
-
-
 def refusal(train: Trainer, name: str) -> MissingAttributeError | None:
     """Return the error with which an attribute is refused."""
     try:
