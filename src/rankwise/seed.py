@@ -10,7 +10,7 @@ import operator
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, SupportsIndex, final
 
@@ -24,9 +24,9 @@ __all__ = [
     "RandomStreams",
     "get_random_state",
     "given_seed",
-    "is_random_generator",
     "isolated_random_state",
     "mixed_seed",
+    "random_generators_in",
     "restore_seed",
     "seed_everything",
     "seed_of",
@@ -147,12 +147,16 @@ def isolated_random_state(seed: int, *generators: Any) -> Iterator[None]:
         yield
 
 
-def is_random_generator(value: object) -> bool:
-    """Return whether `value` is a random generator of torch, Python or NumPy that can be seeded."""
-    kinds: list[type] = [torch.Generator, random.Random]
+def random_generators_in(values: Iterable[object]) -> list[Any]:
+    """Return the random generators of torch, Python and NumPy among values, once each, that can be seeded."""
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
     if numpy := sys.modules.get("numpy"):
-        kinds += [numpy.random.Generator, numpy.random.RandomState]
-    return isinstance(value, tuple(kinds)) and not isinstance(value, random.SystemRandom)
+        kinds += (numpy.random.Generator, numpy.random.RandomState)
+    found = {}
+    for value in values:
+        if isinstance(value, kinds) and not isinstance(value, random.SystemRandom):
+            found[id(value)] = value
+    return list(found.values())
 
 
 def seed_of(generator: Any) -> int:

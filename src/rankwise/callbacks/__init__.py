@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rankwise.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from rankwise.callbacks.base import Callback, MonitoringCallback
+    from rankwise.callbacks.base import Callback, MonitoringCallback, PreparingCallback
     from rankwise.callbacks.early_stopping import EarlyStopping
     from rankwise.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
     from rankwise.callbacks.lambda_callback import LambdaCallback
@@ -43,6 +43,7 @@ _HOMES = {
     "ModelCheckpoint": "rankwise.callbacks.model_checkpoint",
     "ModelSummary": "rankwise.callbacks.model_summary",
     "MonitoringCallback": "rankwise.callbacks.base",
+    "PreparingCallback": "rankwise.callbacks.base",
     "ProgressBar": "rankwise.callbacks.progress_bar",
     "RichProgressBar": "rankwise.callbacks.rich_progress_bar",
     "RichProgressBarTheme": "rankwise.callbacks.rich_progress_bar",
@@ -69,6 +70,7 @@ __all__ = [
     "ModelCheckpoint",
     "ModelSummary",
     "MonitoringCallback",
+    "PreparingCallback",
     "ProgressBar",
     "RichProgressBar",
     "RichProgressBarTheme",

@@ -142,6 +142,15 @@ class Callback:
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
 
+class PreparingCallback(Callback):
+    """Works before `fit` begins a run, in the calling process; not before one that continues."""
+
+    def prepare_run(
+        self, trainer: Trainer, module: TrainingModule, train_dataloaders: Any, datamodule: Any
+    ) -> None:
+        """Prepare the run, such as by fits of its own."""
+
+
 class MonitoringCallback(Callback):
     """Call `on_metrics_ready` after every validation, or after every epoch without validation.
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from rankwise.callbacks.base import Callback
+from rankwise.callbacks.base import Callback, PreparingCallback
 from rankwise.errors import ConfigurationError, InvalidArgumentError, MissingExtraError, text_of
 from rankwise.hyperparameters import HyperparametersMixin
 from rankwise.ranks import rank_zero_only
@@ -109,7 +109,7 @@ def _pyplot() -> Any:
     return plt
 
 
-class LearningRateFinder(Callback):
+class LearningRateFinder(PreparingCallback):
     """Before `fit` begins a run, search its learning rate, and set it in the module.
 
     A copy of the module is trained with a learning rate that rises from step to step, in a fit of its own,
@@ -183,6 +183,12 @@ class LearningRateFinder(Callback):
     def _attribute_of(self, module: TrainingModule) -> str | None:
         names = [self._attr_name] if self._attr_name else _ATTRIBUTES
         return next((name for name in names if has_value(module, name)), None)
+
+    def prepare_run(
+        self, trainer: Trainer, module: TrainingModule, train_dataloaders: Any, datamodule: Any
+    ) -> None:
+        """Search."""
+        self.lr_find(trainer, module, train_dataloaders, datamodule)
 
     def lr_find(
         self, trainer: Trainer, module: TrainingModule, train_dataloaders: Any = None, datamodule: Any = None

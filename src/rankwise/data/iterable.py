@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
-from rankwise.errors import InvalidArgumentError
+from rankwise.data.sampler import check_part
 
 
 class ShardInfo(NamedTuple):
@@ -20,15 +20,6 @@ class ShardInfo(NamedTuple):
 
 # This rank's part, while this process reads a `ShardedIterable`.
 _current: ShardInfo | None = None
-
-
-def check_part(num_replicas: int, rank: int) -> None:
-    """Raise InvalidArgumentError unless `rank` is one of `num_replicas` parts of the data."""
-    if num_replicas < 1:
-        raise InvalidArgumentError(argument="num_replicas", value=num_replicas, expected="1 or more")
-    if not 0 <= rank < num_replicas:
-        expected = f"a part from 0 to {num_replicas - 1}: there are num_replicas={num_replicas}"
-        raise InvalidArgumentError(argument="rank", value=rank, expected=expected)
 
 
 def shard_info() -> ShardInfo:

@@ -10,11 +10,20 @@ from typing import Any, Literal, final
 
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
-from rankwise.data.iterable import check_part
-from rankwise.seed import is_random_generator, isolated_random_state, mixed_seed, seed_of
+from rankwise.errors import InvalidArgumentError
+from rankwise.seed import isolated_random_state, mixed_seed, random_generators_in, seed_of
 
 Uneven = Literal["pad", "drop", "keep"]
 _CHUNK = 1024  # number of items of an endless stream that are drawn at a time
+
+
+def check_part(num_replicas: int, rank: int) -> None:
+    """Raise InvalidArgumentError unless `rank` is one of `num_replicas` parts of the data."""
+    if num_replicas < 1:
+        raise InvalidArgumentError(argument="num_replicas", value=num_replicas, expected="1 or more")
+    if not 0 <= rank < num_replicas:
+        expected = f"a part from 0 to {num_replicas - 1}: there are num_replicas={num_replicas}"
+        raise InvalidArgumentError(argument="rank", value=rank, expected=expected)
 
 
 @final
@@ -176,22 +185,22 @@ def set_epoch_of(epoch: int, *samplers: Any) -> None:
             set_epoch(epoch)
 
 
-def with_wrapped(sampler: Any) -> Iterator[Any]:
-    """Yield a sampler, the sampler in it, and so on."""
-    seen: set[int] = set()
-    while sampler is not None and id(sampler) not in seen:
-        seen.add(id(sampler))
-        yield sampler
+def with_wrapped(sampler: Any) -> list[Any]:
+    """Return a sampler, the sampler in it, and so on."""
+    found: dict[int, Any] = {}
+    while sampler is not None and id(sampler) not in found:
+        found[id(sampler)] = sampler
         sampler = getattr(sampler, "sampler", None)
+    return list(found.values())
 
 
 def own_generators(sampler: Any) -> list[Any]:
     """Return the random generators among the attributes of a sampler, its class and the samplers in it."""
-    found: dict[int, Any] = {}
+    attributes: list[Any] = []
     for inner in with_wrapped(sampler):
         for owner in (inner, *type(inner).__mro__):
-            found |= {id(value): value for value in getattr(owner, "__dict__", {}).values()}
-    return [value for value in found.values() if is_random_generator(value)]
+            attributes += getattr(owner, "__dict__", {}).values()
+    return random_generators_in(attributes)
 
 
 def own_seed(sampler: Any) -> int | None:

@@ -37,7 +37,12 @@ from rankwise.gradient_sync.parameters import (
     trained_parameters,
 )
 from rankwise.gradient_sync.tracking import TrackedModule, rebuild_reducer
-from rankwise.gradient_sync.unused import UnusedParameterMonitor, explain_unused, record_reduced_names
+from rankwise.gradient_sync.unused import (
+    UnusedParameterMonitor,
+    check_finished,
+    explain_unused,
+    record_reduced_names,
+)
 from rankwise.gradient_sync.weights import (
     WeightAccumulator,
     WeightCarrier,
@@ -335,7 +340,10 @@ class GradientSync:
                 tracked.is_checked = False
         is_averaged = isinstance(module, DistributedDataParallel) and is_reducing
         if isinstance(module, DistributedDataParallel) and is_averaged:
-            check_averaged(module, carrier, before)
+            if carrier is None:
+                check_finished(module)
+            else:
+                check_averaged(module, carrier, before)
         if is_final_microbatch:
             self._end_window(module, own, used, parameters_of, group, is_averaged=is_averaged)
         if isinstance(module, DistributedDataParallel) and is_averaged and own.monitor is not None:

@@ -287,13 +287,11 @@ def local_gradients_kept(module: nn.Module, carrier: WeightCarrier | None) -> It
             parameter.grad.copy_(gradient)
 
 
-def check_averaged(wrapped: DistributedDataParallel, carrier: WeightCarrier | None, before: Any) -> None:
+def check_averaged(wrapped: DistributedDataParallel, carrier: WeightCarrier, before: Any) -> None:
     """Check that DDP has averaged all gradients in the last backward pass, and the weight with them."""
-    if carrier is not None:
-        carrier.check_weighted()
+    carrier.check_weighted()
     check_finished(wrapped)
-    if carrier is not None:
-        carrier.check_after(before)
+    carrier.check_after(before)
 
 
 def divide(parameters: Iterable[Tensor], mean: float | Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -131,7 +132,7 @@ def _start_command(
     command: list[str], directory: str, worker: WorkerContext, links: WorkerLinks
 ) -> PopenProcess:
     """Run a command as one more rank, which begins with this process's random state."""
-    pack(seed.AT_IMPORT, links.values.number)
+    pack(pickle.dumps(seed.AT_IMPORT), links.values.number)  # one value: it has thousands of numbers
     files = {"values": links.values.number, "heartbeat": links.heartbeat.number}
     descriptors = {"channel": links.channel.fileno(), **files}
     context = describe_context(worker, descriptors)

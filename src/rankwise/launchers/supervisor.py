@@ -450,7 +450,7 @@ class Supervisor:
 
     def _on_channel(self, worker: WorkerState, events: int) -> None:
         if events & WRITE:
-            self._flush(worker)
+            self._flush(worker, has_waited=True)
         if events & ~WRITE:
             self._read(worker)
 
@@ -491,16 +491,14 @@ class Supervisor:
     def _receive(self, worker: WorkerState, kind: Kind, payload: bytes) -> None:
         if kind is Kind.HELLO:
             worker.has_started = True
-        elif kind is Kind.DONE:
+        elif kind in (Kind.DONE, Kind.STOPPED):
+            if kind is Kind.STOPPED:
+                self._stopped_by = signal_in(payload)
+                worker.has_stopped = True
             worker.jobs_done += 1
             self._check()
         elif kind is Kind.IN_LOOP:
             worker.is_in_loop = payload == b"1"
-        elif kind is Kind.STOPPED:
-            self._stopped_by = signal_in(payload)
-            worker.has_stopped = True
-            worker.jobs_done += 1
-            self._check()
         elif kind in (Kind.FAILURE, Kind.ELSEWHERE):
             worker.has_failed |= kind is Kind.FAILURE
             self._on_failure(FailureRecord.from_json(payload))
@@ -523,7 +521,7 @@ class Supervisor:
         worker.outgoing += frame(kind, payload)
         self._flush(worker)
 
-    def _flush(self, worker: WorkerState) -> None:
+    def _flush(self, worker: WorkerState, *, has_waited: bool = False) -> None:
         """Write what the channel takes now, the rest when it is writable, so that no rank can block us."""
         if not self._loop.is_registered(worker.sock):
             return
@@ -534,7 +532,8 @@ class Supervisor:
             pass
         except OSError:
             worker.outgoing.clear()  # the rank is gone; the end of its process is reported
-        self._loop.wait_writable(worker.sock, bool(worker.outgoing))
+        if has_waited or worker.outgoing:
+            self._loop.wait_writable(worker.sock, bool(worker.outgoing))
 
     def _on_process_end(self, worker: WorkerState, events: int) -> None:
         process = worker.process

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import pickle
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -198,7 +199,7 @@ def _random_state_in(values: int) -> Any:
     """Return what the main process has packed before this process has: its random state at import."""
     from rankwise.processes.shared_memory import unpack
 
-    return unpack(values, copy=True)
+    return pickle.loads(unpack(values, copy=True))
 
 
 def _wait_until_over(channel: RankChannel, timeout_s: float | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import selectors
 import socket
 import threading
@@ -104,13 +105,17 @@ class EventLoop:
     def run(self) -> None:
         """Call back until `stop` is called."""
         self._thread_id = threading.get_ident()
+        time_left_s = self._run_timers()
         while self._is_running:
-            ready = self._selector.select(self._time_left())
-            self._run_pending()
+            ready = self._selector.select(time_left_s)
+            for key, _ in ready:
+                if key.data is None:  # signals and pending calls come first
+                    self._run_pending()
+                    break
             for key, events in ready:
                 if key.data is not None:
                     key.data(events)
-            self._run_timers()
+            time_left_s = self._run_timers()
 
     def close(self) -> None:
         """Close the descriptors, after `run` has returned. Do not use `call_soon` afterwards."""
@@ -127,14 +132,8 @@ class EventLoop:
         if self._pending:
             self._wake_up()
 
-    def _time_left(self) -> float:
-        due = [timer.due_s for timer in self._timers]
-        if self._deadline is not None:
-            due.append(self._deadline[0])
-        now_s = time.monotonic()
-        return max(0.0, min([*due, now_s + _LONGEST_WAIT_S]) - now_s)
-
-    def _run_timers(self) -> None:
+    def _run_timers(self) -> float:
+        """Make the calls that are due; return the seconds until the next one."""
         if self._deadline is not None and time.monotonic() >= self._deadline[0]:
             call = self._deadline[1]
             self._deadline = None
@@ -143,6 +142,10 @@ class EventLoop:
             if time.monotonic() >= timer.due_s:
                 timer.due_s = time.monotonic() + timer.interval_s
                 timer.call()
+        due_s = math.inf if self._deadline is None else self._deadline[0]
+        for timer in self._timers:
+            due_s = min(due_s, timer.due_s)
+        return min(max(0.0, due_s - time.monotonic()), _LONGEST_WAIT_S)
 
     def _wake_up(self) -> None:
         with suppress(OSError):  # full: the thread is about to look anyway; closed in a forked process

@@ -17,9 +17,14 @@ from rankwise.stores.values import decoded
 _LENGTH = struct.Struct("!I")
 
 
-def pack_fields(fields: Iterable[bytes]) -> bytes:
-    """Return several byte strings as one message."""
-    return b"".join(_LENGTH.pack(len(field)) + field for field in fields)
+def pack_fields(fields: Iterable[str | bytes]) -> bytes:
+    """Return several texts or byte strings as one message."""
+    message = bytearray()
+    for field in fields:
+        data = field.encode() if isinstance(field, str) else field
+        message += _LENGTH.pack(len(data))
+        message += data
+    return bytes(message)
 
 
 def unpack_fields(data: bytes) -> list[bytes]:
@@ -112,7 +117,7 @@ class StoreTable:
             return  # cancelled by an earlier reply
         while waiting.missing and store.check(waiting.missing[-1:]):
             waiting.missing.pop()
-        if not waiting.missing:  # perhaps one was deleted since
+        if not waiting.missing and not store.check(waiting.keys):  # one was deleted since
             waiting.missing = [key for key in waiting.keys if not store.check([key])]
         if waiting.missing:
             self._names_by_key.setdefault(waiting.missing[-1], {})[name] = None
@@ -184,10 +189,9 @@ class PrivateStore(dist.Store):
         self._ask("wait", *keys, timeout_s=limit.total_seconds())
 
     def _ask(self, operation: str, *fields: str | bytes, timeout_s: float | None = None) -> bytes:
-        encoded = [field.encode() if isinstance(field, str) else bytes(field) for field in fields]
         limit = self._timeout.total_seconds() if timeout_s is None else timeout_s
         try:
-            return self._request(pack_fields([operation.encode(), *encoded]), limit)
+            return self._request(pack_fields([operation, *fields]), limit)
         except (TimeoutError, ConnectionError) as error:
             why = f"in {limit:g} s" if isinstance(error, TimeoutError) else "as the job has been stopped"
             message = f"store: {operation} of {', '.join(map(str, fields))} had no answer {why}"

@@ -142,10 +142,16 @@ class PartField(Generic[T]):
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
         self._get = attrgetter(f"{self._part}.{name}")
+        self._get_bound = attrgetter(f"{self._part}.{name}".replace("placement.", "_placement.", 1))
 
     def __get__(self, strategy: Any, owner: type) -> T:
-        value: Any = self if strategy is None else self._get(strategy)
-        return value  # type: ignore[no-any-return]  # of the field's type
+        if strategy is None:
+            return self  # type: ignore[return-value]
+        try:
+            value: T = self._get_bound(strategy)
+        except AttributeError:  # the strategy is not bound, which the error says
+            value = self._get(strategy)
+        return value
 
     def __set__(self, strategy: Any, value: T) -> None:
         if not self._part.endswith("_config"):

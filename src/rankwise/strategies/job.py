@@ -196,12 +196,13 @@ def sigterm_deferred(checkpoint_io: CheckpointIO) -> Iterator[None]:
     torch's agents send SIGTERM to all ranks as soon as one has failed, also to one that is blocked in C++. A
     second one, 2 s later or more, ends the process at once. Nothing changes where SIGTERM has a handler.
     """
+    if type(checkpoint_io).on_saving_changed is CheckpointIO.on_saving_changed:  # it writes in no thread
+        yield
+        return
     deferred = _DeferredSigterm()
     checkpoint_io.on_saving_changed(deferred.on_saving_changed)
-    writes_in_a_thread = type(checkpoint_io).on_saving_changed is not CheckpointIO.on_saving_changed
     is_main_thread = threading.current_thread() is threading.main_thread()
-    ends_by_default = is_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if not writes_in_a_thread or not ends_by_default:
+    if not is_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
     default_action = ROUTER.subscribe([signal.SIGTERM], deferred.on_sigterm, is_default_action=True)

@@ -269,6 +269,8 @@ def with_module_callbacks(callbacks: list[Callback], returned: Any, added: set[t
 
     Those whose types are among `added` are not added again; mutates `added`.
     """
+    if returned == []:
+        return callbacks
     given = _callbacks("configure_callbacks()", returned)
     own = [callback for callback in given if type(callback) not in added]
     added.update(map(type, own))

@@ -42,6 +42,13 @@ def compare_ranks(
     context.stage.compared_at = context.state.progress.total_batches
 
 
+def compare_before_epoch(context: LoopContext) -> None:
+    """Compare the ranks, unless a checkpoint at the end of the last epoch has done so. Collective."""
+    progress = context.state.progress
+    if context.stage.compared_at != progress.total_batches:
+        compare_ranks(context, f"before epoch {progress.current_epoch}", are_models_averaged=False)
+
+
 def check_values(
     context: LoopContext, when: str = "", *, with_buffers: bool = False, with_states: bool = False
 ) -> None:

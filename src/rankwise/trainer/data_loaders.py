@@ -84,6 +84,8 @@ def as_list(given: Any) -> list[Any]:
     Raises:
         InvalidTypeError: for what cannot be iterated over.
     """
+    if isinstance(given, DataLoader):
+        return [given]
     if isinstance(given, CombinedLoader):
         return given.flattened
     if is_collection(given):
@@ -95,8 +97,8 @@ def as_list(given: Any) -> list[Any]:
 
 def combination_of(given: Any) -> CombinedLoader | None:
     """Return how to combine the loaders of training; None for one alone."""
-    if isinstance(given, CombinedLoader):
-        return given
+    if isinstance(given, (DataLoader, CombinedLoader)):
+        return given if isinstance(given, CombinedLoader) else None
     return CombinedLoader(given, "max_size_cycle") if is_collection(given) else None
 
 

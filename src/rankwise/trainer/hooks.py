@@ -16,7 +16,7 @@ from rankwise.callbacks import Callback, MonitoringCallback
 from rankwise.compatibility.names import MISSING_HOOKS
 from rankwise.errors import ConfigurationError
 from rankwise.trainer.data import DataModule
-from rankwise.trainer.data.data_hooks import TRANSFER_HOOKS, is_own
+from rankwise.trainer.data.data_hooks import TRANSFER_HOOKS, is_own, own_methods
 from rankwise.trainer.module import TrainingModule, is_defined
 from rankwise.trainer.module_loading import load_data_module_state
 
@@ -187,6 +187,10 @@ HOOKS: Sequence[Hook] = (
 )
 """All hooks, in the order in which a stage calls them first."""
 
+_BY_NAME = {hook.name: hook for hook in HOOKS}
+_NAMES: Mapping[Owner, list[str]] = {
+    owner: [hook.name for hook in HOOKS if owner in hook.owners] for owner in _ALL
+}
 _ELSEWHERE: Mapping[Owner, str] = {
     "callback": "define it in the module; callbacks do not have it.",
     "datamodule": "define it in the module, or in a callback; data modules do not have it.",
@@ -219,9 +223,7 @@ def check_hooks(
     _check_settings(datamodule)
     _refuse(module, REFUSED["module"])
     _check_submodules(module)
-    for hook in HOOKS:
-        if "module" not in hook.owners or not is_defined(module, hook.name):
-            continue
+    for hook in map(_BY_NAME.__getitem__, own_methods(module, TrainingModule, _NAMES["module"])):
         _check_arguments(module, hook)
         if hook.is_automatic and not module.automatic_optimization:
             name = type(module).__name__
@@ -232,14 +234,12 @@ def check_hooks(
             )
     for callback in callbacks:
         _refuse(callback, REFUSED["callback"])
-        for hook in HOOKS:
-            if "callback" in hook.owners and own_method(callback, hook.name) is not None:
-                _check_arguments(callback, hook)
+        for name in own_methods(callback, Callback, _NAMES["callback"]):
+            _check_arguments(callback, _BY_NAME[name])
     if datamodule is not None:
         _refuse(datamodule, REFUSED["datamodule"])
-        for hook in HOOKS:
-            if "datamodule" in hook.owners and is_own(datamodule, DataModule, hook.name):
-                _check_arguments(datamodule, hook)
+        for name in own_methods(datamodule, DataModule, _NAMES["datamodule"]):
+            _check_arguments(datamodule, _BY_NAME[name])
 
 
 def _check_settings(owner: object) -> None:
@@ -265,7 +265,7 @@ def _refuse(owner: object, refused: Mapping[str, str]) -> None:
 
 def _check_submodules(module: TrainingModule) -> None:
     for name, _ in module.named_children():
-        if any(name == hook.name for hook in HOOKS):
+        if name in _BY_NAME:
             raise ConfigurationError(
                 message=f"{type(module).__name__} has a submodule with the name of a hook: {name!r}.",
                 facts=f"{type(module).__name__}.{name} is the hook, not the submodule.",
@@ -373,7 +373,6 @@ class _Calls:
     last: tuple[Callable[..., Any], ...]
 
 
-_BY_NAME = {hook.name: hook for hook in HOOKS}
 # Forward, backward and data, in which each rank draws random numbers of its own:
 _OF_EACH_RANK = frozenset(
     {"backward", *TRANSFER_HOOKS, *(name for name in _BY_NAME if name.endswith("_step"))}
@@ -463,25 +462,21 @@ class Hooks:
     def _search(self, hook: Hook) -> _Calls:
         name, callbacks = hook.name, self._callbacks if "callback" in hook.owners else []
         profiled = self.trainer.profiler.profiled
-        methods = [
-            (each, self._of_user(profiled(f"{key}.{name}", _adapted(method, hook, 2)), method, key, name))
-            for each in callbacks
-            if (method := own_method(each, name)) is not None and (key := f"[Callback]{each.state_key}")
-        ]
+        first, last = list[Callable[..., Any]](), list[Callable[..., Any]]()
+        for each in callbacks:
+            if (method := own_method(each, name)) is not None:
+                key = f"[Callback]{each.state_key}"
+                call = self._of_user(profiled(f"{key}.{name}", _adapted(method, hook, 2)), method, key, name)
+                (last if isinstance(each, MonitoringCallback) else first).append(call)
         has_own = "module" in hook.owners and is_defined(self.module, name)
         own = _adapted(getattr(self.module, name), hook, 0) if has_own else None
         if callable(own):
             key = f"[Module]{type(self.module).__name__}"
             own = self._of_user(profiled(f"{key}.{name}", own), own, key, name)
         datamodule = self.trainer.datamodule if "datamodule" in hook.owners else None
-        return _Calls(
-            None
-            if datamodule is None or not is_own(datamodule, DataModule, name)
-            else getattr(datamodule, name),
-            tuple(method for each, method in methods if not isinstance(each, MonitoringCallback)),
-            own if callable(own) else None,
-            tuple(method for each, method in methods if isinstance(each, MonitoringCallback)),
-        )
+        has_data = datamodule is not None and is_own(datamodule, DataModule, name)
+        of_data = getattr(datamodule, name) if has_data else None
+        return _Calls(of_data, tuple(first), own if callable(own) else None, tuple(last))
 
     def _of_user(
         self, call: Callable[..., Any], method: Callable[..., Any], key: str, name: str

@@ -155,7 +155,7 @@ class Stage:
         first = next(iter(self.loaders))
         if _is_data_module(self.loaders[first]) and self.datamodule is None:
             self.datamodule, self.loaders[first] = self.loaders[first], None
-        if not _is_data_module(self.datamodule):
+        if self.datamodule is not None and not _is_data_module(self.datamodule):
             check_is_a("datamodule", self.datamodule, (DataModule, type(None)), "a DataModule")
         if self.ckpt_path == "hpc":
             raise ConfigurationError(
@@ -339,7 +339,7 @@ class Stage:
         strategy.on_after_setup_optimizers(context.optimizers)
         rank_state = self._restore_fit(context)
         with errors_shared(strategy):
-            logged = _logged_hparams(context)
+            logged = _logged_hparams(context) if context.loggers else {}
             for logger in context.loggers if strategy.is_global_zero else ():
                 if logged and context.options.enable_autolog_hparams:
                     logger.log_hyperparams(logged)
@@ -359,6 +359,8 @@ class Stage:
         context.stage.load_train_data = None
         reload = {"train": self._train_data, "validate": self._validation}
         loop = FitLoop(context, data, validation, rank_state, reload)
+        if context.profiler.is_active:
+            loop.profile(context.profiler)
         try:
             loop.run()
         except StoppedBySignal:
@@ -382,7 +384,8 @@ class Stage:
             order = saved.get("gradient_order", [])
         elif states:
             order = strategy.broadcast(state.gradient_order)  # each rank's own: they may use different layers
-        replay_gradient_order(strategy, context.wrapped, order)
+        if order:
+            replay_gradient_order(strategy, context.wrapped, order)
         if saved is not None:
             rank_state = restore_training(context, saved)
             if state.progress.is_epoch_closed:

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, final
 
-from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint, PreparingCallback
 from rankwise.errors import InvalidArgumentError, LifecycleError
 from rankwise.loggers.base import NoLogger
 from rankwise.monitoring.heartbeat import report_phase
@@ -125,7 +125,8 @@ class Trainer(TrainerProperties):
         progress: how far training has come.
         seed: rank 0's, which determines all random numbers of the run.
         order_seed: the seed of the order of training data: of its loader's generator, or `seed`.
-        gradient_order: the trainable parameters' numbers, in the order in which a backward pass reaches them.
+        gradient_order: the trainable parameters' numbers, in the order in which a backward pass reaches them;
+            empty where no sum depends on it: on two ranks, without a communication hook.
         epoch_results: what was logged in the current training epoch so far.
         callback_metrics: the last value of everything logged in this stage.
         logged_metrics: the last values of what loggers get.
@@ -424,7 +425,7 @@ class Trainer(TrainerProperties):
     def _launch_with(self, model: Any, stage: Stage, *, is_given: bool) -> Any:
         self._check_stage(stage, model)
         if stage.name == "fit":
-            self._find_learning_rates(stage, model)
+            self._prepare_run(stage, model)
         is_fitted = model is self._fitted_module
         if not is_given and stage.ckpt_path is None and is_fitted:
             stage.ckpt_path = CheckpointFiles(self.context(model)).best_of_fit(stage.name)
@@ -471,16 +472,14 @@ class Trainer(TrainerProperties):
             )
         return returned
 
-    def _find_learning_rates(self, stage: Stage, model: TrainingModule) -> None:
-        """Run the searches of callbacks before a run begins; one that continues keeps its learning rate."""
-        from rankwise.callbacks import LearningRateFinder
-
-        finders = [callback for callback in self.callbacks if isinstance(callback, LearningRateFinder)]
-        if not finders or self.global_step > 0:
+    def _prepare_run(self, stage: Stage, model: TrainingModule) -> None:
+        """Let callbacks prepare a run before it begins; one that continues keeps what they have found."""
+        preparing = [callback for callback in self.callbacks if isinstance(callback, PreparingCallback)]
+        if not preparing or self.global_step > 0:
             return
         if CheckpointFiles(self.context(model)).find(stage.ckpt_path) is None:
-            for finder in finders:
-                finder.lr_find(self, model, stage.loaders["train"], stage.datamodule)
+            for callback in preparing:
+                callback.prepare_run(self, model, stage.loaders["train"], stage.datamodule)
 
     def trial(self, model: TrainingModule, callback: Callback, **options: Any) -> Trainer:
         """Return a trainer for a fit of `model` that leaves this one as it is, on the same strategy.
@@ -507,8 +506,10 @@ class Trainer(TrainerProperties):
         for callback in self.callbacks:
             callback.check_stage(self, model, stage.name)
         if stage.name == "fit":
-            check_manual(model, self.strategy, self.options)
-            check_hook(self.strategy, self.on_nonfinite)
+            if not model.automatic_optimization:
+                check_manual(model, self.strategy, self.options)
+            if self.strategy.gradients.hook is not None:
+                check_hook(self.strategy, self.on_nonfinite)
             check_can_compare(self.strategy, self.check_ranks_every_n_steps)
             if self.world_size > 1:
                 self.strategy.gradients.check_module(model)

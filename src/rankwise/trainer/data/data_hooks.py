@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,10 +72,19 @@ def prepares_data(owner: DataHooks, local_rank: int, node_rank: int) -> bool:
     return local_rank == 0 and (owner.prepare_data_per_node or node_rank == 0)
 
 
+def own_methods(owner: object, base: type, methods: Iterable[str]) -> list[str]:
+    """Return those names of methods for which an object has one of its own in place of `base`'s."""
+    own = []
+    for method in methods:
+        found = getattr(owner, method)
+        if found is not None and getattr(found, "__func__", found) is not getattr(base, method):
+            own.append(method)
+    return own
+
+
 def is_own(owner: object, base: type, method: str) -> bool:
     """Return whether an object has a method of its own in place of `base`'s; None is none."""
-    found = getattr(owner, method)
-    return found is not None and getattr(found, "__func__", found) is not getattr(base, method)
+    return bool(own_methods(owner, base, [method]))
 
 
 def undefined(owner: object, method: str) -> ConfigurationError:

@@ -20,7 +20,7 @@ from rankwise.trainer.data.data_hooks import is_own
 from rankwise.trainer.hooks import num_step_arguments
 from rankwise.trainer.loops.closures import takes_closures
 from rankwise.trainer.loops.nonfinite import NonFiniteGuard
-from rankwise.trainer.loops.optimizers import optimizer_step_of
+from rankwise.trainer.loops.optimizers import needs_closure, optimizer_step_of
 from rankwise.trainer.loops.uneven_inputs import PaddingGradients
 from rankwise.trainer.loops.weighting import BatchWeighting, gradients_kept, zero_gradients
 from rankwise.trainer.module import TrainerOptimizer
@@ -49,14 +49,15 @@ class AutomaticOptimization:
         self._schedule = schedule
         self._must_sync = _must_sync(context)
         self._padding = PaddingGradients(context)
-        self._guard = NonFiniteGuard(context)
+        self._guard = NonFiniteGuard(context) if context.options.on_nonfinite is not None else None
         self._is_window_start = True
         self._has_gradients = False
         self._random = context.stage.random
         self._optimizer_step = optimizer_step_of(context.strategy, context.stage.random)
         hooks = self._hooks = context.hooks
-        self._takes_closures = takes_closures(context)
         own_step = hooks.own("optimizer_step")
+        may_take_closures = own_step is not None or any(map(needs_closure, context.optimizers))
+        self._takes_closures = may_take_closures and takes_closures(context)
         self._step_hook = own_step or context.module.optimizer_step
         self._steps_with_closure = self._takes_closures or own_step is not None
         self._zero_grad = hooks.own("optimizer_zero_grad")
@@ -194,7 +195,9 @@ class AutomaticOptimization:
     def _backward(self, loss: Tensor, weight: float | Tensor) -> None:
         self._weight = weight
         is_left_out = float(weight) == 0
-        loss = self.weighting.scaled(loss if is_left_out else self._guard.mark(loss), weight)
+        if self._guard is not None and not is_left_out:
+            loss = self._guard.mark(loss)
+        loss = self.weighting.scaled(loss, weight)
         self._hooks.call("on_before_backward", loss)
         if not is_left_out:
             self._strategy.backward(loss, **self._backward_options)
@@ -216,7 +219,8 @@ class AutomaticOptimization:
 
     def _clear_gradients(self, batch_idx: int) -> None:
         self._has_gradients = False
-        self._guard.clear()
+        if self._guard is not None:
+            self._guard.clear()
         for optimizer in self._context.optimizers:
             self._hooks.call("on_before_zero_grad", optimizer)
             if self._zero_grad is None:
@@ -239,7 +243,7 @@ class AutomaticOptimization:
     def _step_optimizer(self, optimizer: Optimizer, **options: Any) -> None:
         """Step an optimizer after its gradients were computed, unless they are not finite."""
         strategy = self._strategy
-        if not self._guard.allows_step(optimizer):
+        if self._guard is not None and not self._guard.allows_step(optimizer):
             strategy.gradients.after_step(optimizer)  # its gradients were averaged, which is counted
             self.has_stepped = False
             return

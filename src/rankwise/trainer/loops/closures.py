@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING
 
 from rankwise.errors import ConfigurationError
 from rankwise.precision import MasterWeightsPrecision
+from rankwise.trainer.loops.optimizers import needs_closure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch.optim import Optimizer
-
     from rankwise.trainer.state import LoopContext
-
-
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer cannot step without a closure."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def takes_closures(context: LoopContext) -> bool:

@@ -18,7 +18,7 @@ from rankwise.monitoring.heartbeat import report_phase
 from rankwise.seed import isolated_random_state, mixed_seed
 from rankwise.stores.waiting import StoreCounter
 from rankwise.strategies.data_split import check_same_order
-from rankwise.trainer.consistency import check_unowned, compare_ranks
+from rankwise.trainer.consistency import check_unowned, compare_before_epoch, compare_ranks
 from rankwise.trainer.data_loaders import PHASE_NAMES
 from rankwise.trainer.hooks import training_outputs
 from rankwise.trainer.loops.automatic import AutomaticOptimization
@@ -32,6 +32,7 @@ from rankwise.trainer.metrics.results import Results
 from rankwise.trainer.state_transfer import RankState, changing_state, gather_rank_states, part_streams
 
 if TYPE_CHECKING:
+    from rankwise.profilers import Profiler
     from rankwise.trainer.data.train_data import TrainData
     from rankwise.trainer.loops.evaluation import EvaluationLoop
     from rankwise.trainer.loops.optimizers import SchedulerConfig
@@ -78,7 +79,14 @@ class FitLoop:
         self._validated_at = 0.0  # time.monotonic(); at first when training began
         self._transfer = BatchTransfer(context)
         self._skipping = _Skipping(context)
-        context.profiler.instrument(self, _run_epoch="run_training_epoch", _run_batch="run_training_batch")
+
+    def profile(self, profiler: Profiler) -> None:
+        """Measure epochs, batches, and how long each batch takes to come."""
+        batches = self._remaining_batches
+        profiler.instrument(self, _run_epoch="run_training_epoch", _run_batch="run_training_batch")
+        self._remaining_batches = lambda: profiler.iterated(  # type: ignore[method-assign]
+            "train_dataloader_next", batches()
+        )
 
     def run(self) -> None:
         """Train; exit on every rank when a signal has stopped training. Collective."""
@@ -93,7 +101,8 @@ class FitLoop:
             self._hooks.call("on_train_start")
             context.warn_if_done()
             _warn_of_tensor_hooks(context)
-            record_gradient_order(context)
+            if self._strategy.world_size > 2 or self._strategy.gradients.hook is not None:
+                record_gradient_order(context)  # sums of two gradients do not depend on buckets
             part_streams(context, context.state.seed)
             while (progress.is_epoch_open or self._stopping.may_continue()) and self._agree_on_num_batches():
                 self._run_epoch()
@@ -136,8 +145,7 @@ class FitLoop:
         if not self._results.is_open:
             self._results = self._new_results()
         self._stage.results = self._stage.epoch_results = self._results
-        if self._stage.compared_at != progress.total_batches:  # a checkpoint at an epoch's end compares, too
-            compare_ranks(self._context, f"before epoch {progress.current_epoch}", are_models_averaged=False)
+        compare_before_epoch(self._context)
         if not progress.is_epoch_begun:
             self._hooks.call("on_train_epoch_start")  # may change a sampler
             progress.is_epoch_begun = True
@@ -146,8 +154,7 @@ class FitLoop:
             self._strategy.gradients.check_module(self._context.module)
         self._optimization.begin_epoch()
         report_phase("data loading", step=progress.global_step)
-        batches = self._context.profiler.iterated("train_dataloader_next", self._remaining_batches())
-        for batch_idx, (batch, is_last) in batches:
+        for batch_idx, (batch, is_last) in self._remaining_batches():
             is_window_end = is_last or (batch_idx + 1) % self._settings.accumulate_grad_batches == 0
             if not self._run_batch(batch, batch_idx, is_last, is_window_end):
                 break

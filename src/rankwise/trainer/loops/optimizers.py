@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -85,6 +86,12 @@ def optimizer_step_of(strategy: Strategy, random: RandomStreams) -> Callable[...
             return strategy.optimizer_step(optimizer, closure, **options)
 
     return step
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer cannot step without a closure."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def shared_numbers(random: RandomStreams, stepped: object, name: str) -> AbstractContextManager[None]:
