@@ -30,6 +30,7 @@ SUBJECTS = {
     "data": "split data over ranks",
     "plugins": "strategy and plug-ins given",
     "registry": "the table of strategy names",
+    "compatibility": "names, objects of others",
     "strategies": "how training is distributed",
     "checkpoint": "read and write checkpoints",
     "precision": "number formats",

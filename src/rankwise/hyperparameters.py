@@ -77,7 +77,7 @@ class _Record:
 class HyperparametersMixin:
     """Adds `save_hyperparameters` and `hparams` to a class."""
 
-    _hyperparameters: _Record
+    _hyperparameters: _Record | None = None  # until the first are saved
 
     @property
     def hparams(self) -> AttributeDict:
@@ -149,8 +149,9 @@ class HyperparametersMixin:
 
     @property
     def _hyperparameter_record(self) -> _Record:
-        record: _Record = vars(self).setdefault("_hyperparameters", _Record())
-        return record
+        if self._hyperparameters is None:
+            self._hyperparameters = _Record()
+        return self._hyperparameters
 
 
 def _constructor_arguments(owner: object, frame: FrameType | None) -> dict[str, Any] | None:

@@ -8,7 +8,15 @@ from typing import Any, Generic, TypeVar
 
 from rankwise.errors import DuplicateNameError, InvalidTypeError, UnknownNameError
 
-__all__ = ["USE_OWN_CLASS", "NameTable", "check_is_a", "check_name", "is_lightnings_own", "split_options"]
+__all__ = [
+    "USE_OWN_CLASS",
+    "NameTable",
+    "check_is_a",
+    "check_name",
+    "is_lightnings_own",
+    "lightning_base",
+    "split_options",
+]
 
 USE_OWN_CLASS = "use rankwise's class of that name: import rankwise.lightning as pl."
 """What to do with an object of a class that comes with Lightning."""
@@ -91,6 +99,11 @@ def check_is_a(name: str, value: Any, kinds: Any, expected: str = "", remedy: st
 def is_lightnings_own(kind: type) -> bool:
     """Return whether a class is defined in the packages of Lightning, which need not be installed."""
     return kind.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
+
+
+def lightning_base(kind: type, name: str) -> Any:
+    """Return the class of that name among the bases of `kind` that Lightning defines; None without one."""
+    return next((base for base in kind.__mro__ if base.__name__ == name and is_lightnings_own(base)), None)
 
 
 def check_name(argument: str, value: object, names: tuple[str, ...], expected: str = "") -> str:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
-from rankwise.environments import ClusterEnvironment, LightningClusterEnvironment
+from rankwise.compatibility.lightning_environments import LightningClusterEnvironment
+from rankwise.environments import ClusterEnvironment
 from rankwise.errors import ConfigurationError
 from rankwise.named_options import check_is_a
 from rankwise.precision import Precision, create_precision

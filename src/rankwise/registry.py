@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, TypeVar, final, overload
 
+from rankwise.compatibility.names import MISSING_STRATEGIES
 from rankwise.errors import InvalidTypeError, UnknownStrategyError
 from rankwise.named_options import NameTable, split_options
 from rankwise.strategies import (
@@ -23,24 +24,6 @@ __all__ = ["RegisteredStrategy", "StrategyRegistry"]
 
 StrategyClass = TypeVar("StrategyClass", bound=type[Strategy])
 _ENTRY_POINTS = "rankwise.strategies"
-# Names of Lightning's strategies that do not exist here, and what to use instead.
-_REPLACEMENTS = {
-    "ddp_cpu": 'Trainer(strategy="ddp", accelerator="cpu", devices=...).',
-    "horovod": 'Trainer(strategy="ddp"), started by mpirun or torchrun if you like.',
-    **dict.fromkeys(
-        ("dp", "ddp2"), 'Trainer(strategy="ddp"): a process for each device, instead of threads in one.'
-    ),
-    **dict.fromkeys(
-        ("fsdp", "fsdp2", "fsdp_native", "deepspeed", "ddp_sharded", "ddp_sharded_spawn"),
-        "sharding the model is out of the scope of rankwise, whose strategies are DistributedDataParallel's: "
-        'Trainer(strategy="ddp") keeps the whole model on each device. ZeroRedundancyOptimizer, from '
-        "configure_optimizers, shards the optimizer's state; for a larger model use another library.",
-    ),
-    **dict.fromkeys(
-        ("single_tpu", "tpu_spawn", "xla"),
-        'Trainer(strategy="auto"): rankwise trains on CPUs and CUDA devices.',
-    ),
-}
 _DECORATED: Any = object()  # no class was given: `register` is used as a decorator
 
 
@@ -142,7 +125,7 @@ class _Registry(NameTable[RegisteredStrategy]):
     def _find_unregistered(self, name: str) -> RegisteredStrategy:
         for point in entry_points(group=_ENTRY_POINTS, name=name):
             return RegisteredStrategy(_check_class(point.load()), f"from {point.value}")
-        other = _REPLACEMENTS.get(name.lower().partition("_stage")[0], "")
+        other = MISSING_STRATEGIES.get(name.lower().partition("_stage")[0], "")
         raise UnknownStrategyError(name=name, known=tuple(self), remedy=other)
 
 

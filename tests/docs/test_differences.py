@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from rankwise import Callback, DataModule, Fabric, StrategyRegistry, Trainer, TrainingModule
+from rankwise.compatibility.names import MISSING_NAMES, TRAINER_ARGUMENTS
 from rankwise.errors import MissingNameError, RankwiseError
-from rankwise.lightning import _modules
-from rankwise.trainer import arguments, hooks
+from rankwise.trainer import hooks
 from tests.docs.test_migrating import problems
 from tests.helpers.needs import need_installed
 
@@ -120,7 +120,7 @@ def test_code_can_be_written() -> None:
 
 def test_refused_hooks() -> None:
     """The table of hooks that are refused is the code's."""
-    tables = (hooks._REFUSED_IN_MODULES, hooks._REFUSED_IN_CALLBACKS, hooks._REFUSED_IN_DATA_MODULES)
+    tables = hooks.REFUSED.values()
     shown = two_columns("hook")
     for table in tables:
         expected = {name: text for name, text in plain(table).items() if "define it in" not in text}
@@ -130,12 +130,12 @@ def test_refused_hooks() -> None:
 
 def test_older_arguments() -> None:
     """The table of arguments of older versions and other libraries is the code's."""
-    assert two_columns("argument") == plain(arguments._ELSEWHERE)
+    assert two_columns("argument") == plain(TRAINER_ARGUMENTS)
 
 
 def test_missing_names() -> None:
     """The table of names that do not exist is the code's."""
-    assert two_columns("name") == plain(_modules._MISSING_NAMES)
+    assert two_columns("name") == plain(MISSING_NAMES)
 
 
 # ------------------------------------------------------------------ Lightning's classes and ours
@@ -345,7 +345,7 @@ def test_missing_names_that_exist_by_now() -> None:
         "utilities",
     )
     modules = [importlib.import_module(f"rankwise.lightning.{name}") for name in names]
-    assert [name for name in _modules._MISSING_NAMES for module in modules if name in vars(module)] == []
+    assert [name for name in MISSING_NAMES for module in modules if name in vars(module)] == []
 
 
 def test_defaults_that_are_equal_by_now(pl: Any) -> None:

@@ -12,3 +12,14 @@ def test_lightning_utilities_gets_the_rank(run_script: ScriptRunner) -> None:
         print(rank_zero_only.rank)
     """
     assert run_script(code, env={"RANK": "3"}, fresh=True).stdout == "3\n"
+
+
+def test_what_few_programs_need_is_imported_when_used(run_script: ScriptRunner) -> None:
+    """What adapts the classes of other libraries, and the standard library's profilers."""
+    code = """
+        import sys
+        from rankwise import DDPStrategy, Trainer
+
+        print({"pstats", "rankwise.compatibility.lightning_classes"} & {*sys.modules})
+    """
+    assert run_script(code, fresh=True).stdout == "set()\n"

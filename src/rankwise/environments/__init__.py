@@ -1,10 +1,5 @@
 """Cluster environments: the launcher that started this process, its ranks, and the address of rank 0."""
 
-from rankwise.environments.adapted import (
-    GivenEnvironment,
-    LightningClusterEnvironment,
-    adapted_environment,
-)
 from rankwise.environments.base import ClusterEnvironment
 from rankwise.environments.detect import Detection, create_environment, detect_environment
 from rankwise.environments.mpi import LSFEnvironment, MPIEnvironment, PALSEnvironment
@@ -20,10 +15,8 @@ from rankwise.environments.torch_variables import (
 __all__ = [
     "ClusterEnvironment",
     "Detection",
-    "GivenEnvironment",
     "KubeflowEnvironment",
     "LSFEnvironment",
-    "LightningClusterEnvironment",
     "LocalEnvironment",
     "MPIEnvironment",
     "NodesEnvironment",
@@ -31,7 +24,6 @@ __all__ = [
     "PlainEnvironment",
     "SlurmEnvironment",
     "TorchElasticEnvironment",
-    "adapted_environment",
     "create_environment",
     "detect_environment",
 ]

@@ -1,8 +1,6 @@
-"""The checks of what a Fabric is given, and its refusals."""
+"""The checks of what a Fabric is given."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -49,15 +47,3 @@ def check_is_on(module: nn.Module, device: torch.device) -> None:
             facts=f"{len(elsewhere)} parameters are not on {device}, where the wrapper needs them.",
             remedy="leave it out, or call fabric.to_device(module) first.",
         )
-
-
-_INSTEAD: Mapping[str, str] = {
-    "init_module": "create the module as always; setup() moves and converts it.",
-    "init_tensor": "torch.zeros(..., device=fabric.device), or fabric.to_device(tensor).",
-    "sharded_model": "create the module as always; models that are split over devices are out of scope.",
-}
-
-
-def absent(name: str) -> ConfigurationError:
-    """Return the error for a method of Lightning's that is not there."""
-    return ConfigurationError(message=f"Fabric has no {name}().", remedy=_INSTEAD[name])

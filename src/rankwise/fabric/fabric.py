@@ -7,12 +7,13 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NoReturn, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from rankwise.compatibility.names import FABRIC_ATTRIBUTES, missing_attributes
 from rankwise.errors import (
     ConfigurationError,
     InvalidArgumentError,
@@ -20,7 +21,7 @@ from rankwise.errors import (
     UnknownArgumentError,
 )
 from rankwise.fabric.checkpoint import check_filters, checkpoint_of, restore, restore_object
-from rankwise.fabric.checks import absent, check_is_on, check_set_up, check_strategy, check_unwrapped
+from rankwise.fabric.checks import check_is_on, check_set_up, check_strategy, check_unwrapped
 from rankwise.fabric.data_loader import fabric_data_loaders
 from rankwise.fabric.launching import check_function, launching_itself, run_function, share_loggers
 from rankwise.fabric.module import FabricModule
@@ -555,17 +556,7 @@ class Fabric(FabricProcess):
         """Seed all generators of random numbers; see `rankwise.seed_everything`."""
         return seed_everything(seed, workers=True if workers is None else workers, **options)
 
-    def init_module(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: a module is created as always, and moved by `setup`."""
-        raise absent("init_module")
-
-    def init_tensor(self) -> NoReturn:
-        """Refuse: a tensor is created as always, on `device`."""
-        raise absent("init_tensor")
-
-    def sharded_model(self) -> NoReturn:
-        """Refuse: models are not split over devices."""
-        raise absent("sharded_model")
+    vars().update(missing_attributes("Fabric", FABRIC_ATTRIBUTES))
 
     def end(self, status: str) -> None:
         """End the loggers, and forget the modules and optimizers of a launch; `launch` does that."""

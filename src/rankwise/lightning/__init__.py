@@ -11,7 +11,8 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rankwise.lightning._modules import add_missing_modules, add_other_names, missing_name
+from rankwise.compatibility.names import SUBMODULES as _MODULES
+from rankwise.lightning._modules import add_missing_modules, add_submodules, missing_name
 
 if TYPE_CHECKING:
     from rankwise.lightning.callbacks import Callback
@@ -27,23 +28,10 @@ _HOMES = {
     "Trainer": "rankwise.lightning.trainer",
     "seed_everything": "rankwise.lightning.utilities",
 }
-_MODULES = (
-    *(
-        "callbacks",
-        "core",
-        "fabric",
-        "loggers",
-        "plugins",
-        "profilers",
-        "strategies",
-        "trainer",
-        "utilities",
-    ),
-)
 
 __all__ = ["Callback", "Fabric", "LightningDataModule", "LightningModule", "Trainer", "seed_everything"]
 
-add_other_names(__name__, "pytorch")
+add_submodules(__name__, "pytorch")
 add_missing_modules(__name__)
 
 

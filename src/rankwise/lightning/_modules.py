@@ -1,68 +1,19 @@
-"""Modules of Lightning's: further names of those here, and names and modules that do not exist here."""
+"""Make modules importable under the names that Lightning has for them, and refuse missing names."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from rankwise.compatibility.names import MISSING_MODULES, MISSING_NAMES, SUBMODULES
 from rankwise.errors import MissingNameError
-
-_NO_LIGHTNING_CLI = "build the Trainer in code; jsonargparse's CLI, Hydra and argparse can call it."
-_MODEL_SHARDING = 'Trainer(strategy="ddp"): models that are split over devices are out of scope.'
-_DEVICES = 'rankwise trains on CPUs and CUDA devices: Trainer(accelerator="cpu") or "cuda".'
-_SHORT_FITS = "try batch sizes in short fits: Trainer(max_steps=3)."
-_TUNER = f"LearningRateFinder().lr_find(trainer, model, loader); {_SHORT_FITS}"
-_NOT_PUBLIC = "use the hooks of the module, its callbacks and the strategy, which are public."
-
-_MISSING_MODULES: Mapping[str, str] = {
-    "accelerators": _DEVICES,
-    "cli": _NO_LIGHTNING_CLI,
-    **dict.fromkeys(("demos", "demos.boring_classes"), "write the module in your script."),
-    **dict.fromkeys(("loops", "overrides"), _NOT_PUBLIC),
-    **dict.fromkeys(("tuner", "tuner.tuning"), _TUNER),
-    "serve": "serve the module with a server of your choice; it is a torch.nn.Module.",
-}
-"""Modules of Lightning's without a counterpart, and what to do."""
-
-_MISSING_NAMES: Mapping[str, str] = {
-    **_MISSING_MODULES,
-    "LightningCLI": _NO_LIGHTNING_CLI,
-    "Tuner": _TUNER,
-    "BatchSizeFinder": _SHORT_FITS,
-    **dict.fromkeys(("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"), _MODEL_SHARDING),
-    **dict.fromkeys(("FSDPPrecision", "DeepSpeedPrecision"), _MODEL_SHARDING),
-    **dict.fromkeys(("XLAPrecision", "XLAEnvironment", "XLACheckpointIO", "XLAProfiler"), _DEVICES),
-    **dict.fromkeys(("LayerSync", "TorchSyncBatchNorm"), "Trainer(sync_batchnorm=True)."),
-    **dict.fromkeys(("CometLogger", "LitLogger"), "derive from Logger, or use another logger."),
-    "DataParallelStrategy": 'Trainer(strategy="ddp").',
-    "ParallelStrategy": "derive from Strategy, or from DDPStrategy.",
-    "BitsandbytesPrecision": "quantise the layers in configure_model().",
-    "TransformerEnginePrecision": 'Trainer(precision="bf16-mixed").',
-    "Checkpoint": "derive from Callback, or use ModelCheckpoint.",
-    "ModelPruning": "torch.nn.utils.prune in a hook of the module.",
-    "OnExceptionCheckpoint": "trainer.save_checkpoint(path) in Callback.on_exception.",
-    "SpikeDetection": 'Trainer(on_nonfinite="skip"), or a callback of your own.',
-    "RichModelSummary": "ModelSummary.",
-    "MisconfigurationException": "rankwise.errors.ConfigurationError.",
-    "SIGTERMException": "except SystemExit.",
-    "measure_flops": "torch.utils.flop_counter.FlopCounterMode.",
-    "GradClipAlgorithmType": 'the strings "norm" and "value".',
-    "LightningEnum": "enum.Enum.",
-    "is_picklable": "pickle.dumps(value), which raises.",
-    "set_shared_parameters": "assign one parameter to both layers in configure_model().",
-    "is_shared_filesystem": "leave it out, or ask the file system.",
-    "find_shared_parameters": "torch.nn.Module.named_parameters(remove_duplicate=False).",
-    "suggested_max_num_workers": "give num_workers yourself, for example 4.",
-    "disable_possible_user_warnings": "warnings.filterwarnings of Python.",
-}
-"""Names of Lightning's without a counterpart, and what to do."""
 
 _ELSE = "docs/from_lightning.md lists the names that exist."
 
 
-def missing_name(module: str, name: str) -> Exception:
+def missing_name(module: str, name: str, remedy: str = _ELSE) -> Exception:
     """Return the error for a name that a module here lacks.
 
     Special names and private ones, and what pytest looks for, are an ordinary `AttributeError`, so that
@@ -71,11 +22,12 @@ def missing_name(module: str, name: str) -> Exception:
     """
     if name.startswith(("_", "pytest")):
         return AttributeError(f"module {module!r} has no attribute {name!r}")
-    return MissingNameError(module=module, name=name, remedy=_MISSING_NAMES.get(name, _ELSE))
+    return MissingNameError(module=module, name=name, remedy=MISSING_NAMES.get(name, remedy))
 
 
-def refuse_missing_names(module: str) -> Callable[[str], Any]:
-    """Return a module's `__getattr__`, which raises `missing_name`."""
+def complete_module(module: str) -> Callable[[str], Any]:
+    """Add the submodules that Lightning has; return a `__getattr__` that refuses missing names."""
+    add_submodules(module, *SUBMODULES[module.rpartition(".")[2]].split())
 
     def refuse(name: str) -> Any:
         raise missing_name(module, name)
@@ -83,16 +35,16 @@ def refuse_missing_names(module: str) -> Callable[[str], Any]:
     return refuse
 
 
-def add_other_names(module: str, *names: str) -> None:
-    """Make a module importable as submodules of itself, as which Lightning has parts of it."""
+def add_submodules(module: str, *names: str) -> None:
+    """Make a module importable under the names of the submodules that it has in Lightning."""
     this = sys.modules[module]
     for name in names:
         sys.modules[f"{module}.{name}"] = this
         setattr(this, name, this)
 
 
-def add_submodules(module: str, *parts: ModuleType) -> None:
-    """Make modules, and their other names, importable as submodules of another, too."""
+def copy_submodules(module: str, *parts: ModuleType) -> None:
+    """Make modules, and their submodules, importable as submodules of another, too."""
     for part in parts:
         own = part.__name__
         here = f"{module}.{own.rpartition('.')[2]}"
@@ -104,17 +56,12 @@ def add_submodules(module: str, *parts: ModuleType) -> None:
 def add_missing_modules(package: str) -> None:
     """Make Lightning's modules that do not exist here importable; all of their names are refused."""
     for prefix in (package, f"{package}.pytorch"):
-        for name, remedy in _MISSING_MODULES.items():
+        for name, remedy in MISSING_MODULES.items():
             sys.modules[f"{prefix}.{name}"] = _MissingModule(f"{prefix}.{name}", remedy)
 
 
 class _MissingModule(ModuleType):
-    """A module of Lightning's that does not exist here."""
-
-    def __init__(self, name: str, remedy: str) -> None:
-        super().__init__(name, remedy)
+    """A module of Lightning that does not exist here; its docstring says what to do instead."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise MissingNameError(module=self.__name__, name=name, remedy=self.__doc__ or "")
+        raise missing_name(self.__name__, name, self.__doc__ or "")

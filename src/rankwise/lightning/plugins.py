@@ -10,7 +10,7 @@ from rankwise.environments import (
 )
 from rankwise.environments import LocalEnvironment as LightningEnvironment
 from rankwise.environments import SlurmEnvironment as SLURMEnvironment
-from rankwise.lightning._modules import add_other_names, refuse_missing_names
+from rankwise.lightning._modules import complete_module
 from rankwise.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 
 __all__ = [
@@ -30,5 +30,4 @@ __all__ = [
     "TorchElasticEnvironment",
 ]
 
-__getattr__ = refuse_missing_names(__name__)
-add_other_names(__name__, "environments", "io", "precision")
+__getattr__ = complete_module(__name__)

@@ -1,6 +1,6 @@
 """Names of `lightning.pytorch.profilers`."""
 
-from rankwise.lightning._modules import add_other_names, refuse_missing_names
+from rankwise.lightning._modules import complete_module
 from rankwise.profilers import (
     AdvancedProfiler,
     PassThroughProfiler,
@@ -11,5 +11,4 @@ from rankwise.profilers import (
 
 __all__ = ["AdvancedProfiler", "PassThroughProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler"]
 
-__getattr__ = refuse_missing_names(__name__)
-add_other_names(__name__, "advanced", "profiler", "pytorch", "simple")
+__getattr__ = complete_module(__name__)

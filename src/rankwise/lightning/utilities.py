@@ -15,7 +15,7 @@ from rankwise.callbacks import ModelSummary
 from rankwise.data import CombinedLoader
 from rankwise.errors import InvalidArgumentError
 from rankwise.hyperparameters import AttributeDict
-from rankwise.lightning._modules import add_other_names, refuse_missing_names
+from rankwise.lightning._modules import complete_module
 from rankwise.nested import to_device as move_data_to_device
 from rankwise.ranks import rank_zero_info, rank_zero_only, rank_zero_warn
 from rankwise.seed import get_random_state, seed_everything, set_random_state
@@ -78,16 +78,4 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
         set_random_state(state, device)
 
 
-__getattr__ = refuse_missing_names(__name__)
-add_other_names(
-    __name__,
-    "apply_func",
-    "combined_loader",
-    "grads",
-    "model_summary",
-    "parsing",
-    "rank_zero",
-    "seed",
-    "types",
-    "distributed",
-)
+__getattr__ = complete_module(__name__)

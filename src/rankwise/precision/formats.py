@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rankwise.compatibility.names import OTHER_PRECISIONS
 from rankwise.errors import UnknownNameError
 from rankwise.nested import map_tensors
 from rankwise.precision.base import DtypePrecision, Precision
@@ -113,15 +114,6 @@ for _kind in (HalfPrecision, MixedPrecision, MasterWeightsPrecision):
 _SPELLINGS = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
 
-# What other libraries call them.
-_OF_OTHERS = {
-    **dict.fromkeys(("fp16", "float16", "half", "amp", "amp_fp16"), "16-mixed"),
-    **dict.fromkeys(("bfloat16", "amp_bf16"), "bf16-mixed"),
-    **dict.fromkeys(("fp32", "float32", "float", "full"), "32-true"),
-    **dict.fromkeys(("fp64", "float64", "double"), "64-true"),
-}
-
-
 def create_precision(name: str | int) -> Precision:
     """Return the precision called `name`, such as `"bf16-mixed"`; 64, 32, 16 and `"bf16"` are names too.
 
@@ -131,7 +123,7 @@ def create_precision(name: str | int) -> Precision:
     spelling = str(name).lower()
     known = _SPELLINGS.get(spelling, spelling)
     if known not in _PRECISIONS:
-        meant = _OF_OTHERS.get(spelling)
+        meant = OTHER_PRECISIONS.get(spelling)
         remedy = f'precision="{meant}".' if meant else ""
         known_names = (*_PRECISIONS, *_SPELLINGS)
         raise UnknownNameError(kind="precision", name=str(name), known=known_names, remedy=remedy)

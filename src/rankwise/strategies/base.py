@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self
 
 from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
-from rankwise.environments import ClusterEnvironment, GivenEnvironment
+from rankwise.compatibility.lightning_environments import GivenEnvironment
+from rankwise.environments import ClusterEnvironment
 from rankwise.errors import LifecycleError, UnknownArgumentError
 from rankwise.failures.classify import start_exception_chain
 from rankwise.gradient_sync import GradientSync

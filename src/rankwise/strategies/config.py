@@ -19,7 +19,8 @@ from typing import Any, Generic, Literal, TypeVar, final
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from rankwise.environments import ClusterEnvironment, GivenEnvironment, LightningClusterEnvironment
+from rankwise.compatibility.lightning_environments import GivenEnvironment, LightningClusterEnvironment
+from rankwise.environments import ClusterEnvironment
 from rankwise.environments.detect import find_environment
 from rankwise.errors import (
     ConfigurationError,

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rankwise.environments import ClusterEnvironment, GivenEnvironment
+from rankwise.compatibility.lightning_environments import GivenEnvironment
+from rankwise.environments import ClusterEnvironment
 from rankwise.errors import ConfigurationError, InvalidTypeError, LaunchRefusedError
 from rankwise.gradient_sync import GradientSync, GradientSyncMode
 from rankwise.gradient_sync.parameters import check_parameters, trained_parameters

@@ -12,15 +12,17 @@ from typing import Any, final
 
 import torch
 
+from rankwise.compatibility.lightning_environments import (
+    GivenEnvironment,
+    LightningClusterEnvironment,
+    adapted_environment,
+)
 from rankwise.environments import (
     ClusterEnvironment,
     Detection,
-    GivenEnvironment,
-    LightningClusterEnvironment,
     LocalEnvironment,
     NodesEnvironment,
     TorchElasticEnvironment,
-    adapted_environment,
     create_environment,
     detect_environment,
 )

@@ -22,6 +22,7 @@ from rankwise.callbacks import (
     TQDMProgressBar,
 )
 from rankwise.callbacks.timer import parse_duration
+from rankwise.compatibility.names import TRAINER_ARGUMENTS
 from rankwise.errors import ConfigurationError, InvalidArgumentError, UnknownArgumentError
 from rankwise.loggers import Logger
 from rankwise.named_options import check_is_a
@@ -242,7 +243,7 @@ def collect_callbacks(
     check_choice("enable_progress_bar", enable_progress_bar, (True, False, None))
     check_choice("enable_model_summary", enable_model_summary, (True, False, None))
     enable_checkpointing = enable_checkpointing is not False
-    given: list[Callback] = as_list("callbacks", callbacks, Callback)
+    given = _callbacks("callbacks", callbacks)
     if max_time is not None:
         given.append(Timer(max_time))
     saving = [callback for callback in given if isinstance(callback, ModelCheckpoint)]
@@ -270,7 +271,7 @@ def with_module_callbacks(callbacks: list[Callback], returned: Any, added: set[t
     """
     if returned == []:
         return callbacks
-    given: list[Callback] = as_list("configure_callbacks()", returned, Callback)
+    given = _callbacks("configure_callbacks()", returned)
     own = [callback for callback in given if type(callback) not in added]
     added.update(map(type, own))
     if not own:
@@ -283,6 +284,17 @@ def with_module_callbacks(callbacks: list[Callback], returned: Any, added: set[t
     merged = sorted([*kept, *own], key=lambda callback: isinstance(callback, ModelCheckpoint))
     _check_state_keys(merged)
     return merged
+
+
+def _callbacks(name: str, given: Any) -> list[Callback]:
+    """Return one callback or several as a list; those of Lightning's class get rankwise's class, too."""
+    callbacks = as_list(name, given, object)
+    for each in callbacks:
+        if not isinstance(each, Callback):
+            from rankwise.compatibility.lightning_classes import give_class_to_callback
+
+            give_class_to_callback(each, Callback)
+    return as_list(name, callbacks, Callback)
 
 
 def _contradiction(callback: str, argument: str) -> ConfigurationError:
@@ -309,55 +321,6 @@ def collect_loggers(logger: Any, default_root_dir: str) -> list[Logger]:
     return [] if logger is False else as_list("logger", logger, Logger)
 
 
-_ELSEWHERE: Mapping[str, str] = {
-    # how many processes, and where
-    "gpus": 'Trainer(accelerator="gpu", devices={value!r}).',
-    "num_processes": "Trainer(devices={value!r}).",
-    "num_gpus": 'Trainer(accelerator="gpu", devices={value!r}).',
-    "auto_select_gpus": 'Trainer(accelerator="gpu", devices=[...]), with the indices of free devices.',
-    "tpu_cores": 'rankwise trains on CPUs and CUDA devices: Trainer(accelerator="auto").',
-    "ipus": 'rankwise trains on CPUs and CUDA devices: Trainer(accelerator="auto").',
-    "hpus": 'rankwise trains on CPUs and CUDA devices: Trainer(accelerator="auto").',
-    "distributed_backend": "Trainer(strategy={value!r}).",
-    "nnodes": "Trainer(num_nodes={value!r}).",
-    "nproc_per_node": "Trainer(devices={value!r}).",
-    "max_restarts": "Trainer(strategy=DDPElasticStrategy(max_restarts={value!r})).",
-    # data
-    "replace_sampler_ddp": "Trainer(use_distributed_sampler={value!r}).",
-    "train_percent_check": "Trainer(limit_train_batches={value!r}).",
-    "val_percent_check": "Trainer(limit_val_batches={value!r}).",
-    "test_percent_check": "Trainer(limit_test_batches={value!r}).",
-    "prepare_data_per_node": "leave it out: prepare_data() runs once on each node.",
-    "multiple_trainloader_mode": "trainer.fit(model, CombinedLoader(loaders, mode=...)).",
-    # precision
-    "amp_backend": 'Trainer(precision="16-mixed"); for Apex O2: "16-master".',
-    "amp_level": 'Trainer(precision="16-mixed"); for Apex O2: "16-master".',
-    "mixed_precision": 'Trainer(precision="16-mixed") or "bf16-mixed".',
-    # the run
-    "resume_from_checkpoint": "trainer.fit(model, ckpt_path={value!r}).",
-    "max_duration": "Trainer(max_epochs=...), max_steps=... or max_time=...",
-    "terminate_on_nan": 'Trainer(on_nonfinite="raise").',
-    "gradient_accumulation_steps": "Trainer(accumulate_grad_batches={value!r}).",
-    "auto_lr_find": "callbacks=[LearningRateFinder()]",
-    "auto_scale_batch_size": "try batch sizes in short fits: Trainer(max_steps=3).",
-    "track_grad_norm": "log it in on_before_optimizer_step of the module.",
-    "stochastic_weight_avg": "Trainer(callbacks=[StochasticWeightAveraging(swa_lrs=...)]).",
-    "ddp_sync_strategy": "Trainer(strategy=DDPStrategy(sync_mode=...)).",
-    # files and what is shown
-    "checkpoint_callback": "Trainer(enable_checkpointing=True), or callbacks=[ModelCheckpoint(...)].",
-    "weights_save_path": "Trainer(default_root_dir={value!r}), or callbacks=[ModelCheckpoint(dirpath=...)].",
-    "save_folder": "Trainer(default_root_dir={value!r}), or callbacks=[ModelCheckpoint(dirpath=...)].",
-    "early_stop_callback": "Trainer(callbacks=[EarlyStopping(...)]).",
-    "loggers": "Trainer(logger={value!r}).",
-    "log_save_interval": "Trainer(log_every_n_steps=...).",
-    "row_log_interval": "Trainer(log_every_n_steps={value!r}).",
-    "progress_bar": "Trainer(enable_progress_bar={value!r}).",
-    "progress_bar_refresh_rate": "Trainer(callbacks=[TQDMProgressBar(refresh_rate={value!r})]).",
-    "weights_summary": "leave it out, or Trainer(callbacks=[ModelSummary()]).",
-}
-"""Arguments of Lightning (1.x and 2.x), Composer and torchrun, and what to write here instead."""
-
-
 def with_known_keywords(init: Callable[P, None]) -> Callable[P, None]:
     """Make a constructor raise UnknownArgumentError for unknown keywords, which suggests alternatives."""
     known = tuple(name for name in inspect.signature(init).parameters if name != "self")
@@ -374,8 +337,8 @@ def with_known_keywords(init: Callable[P, None]) -> Callable[P, None]:
 
 
 def _remedy(name: str, value: object) -> str:
-    if name in _ELSEWHERE:
-        return _ELSEWHERE[name].format(value=value)
+    if name in TRAINER_ARGUMENTS:
+        return TRAINER_ARGUMENTS[name].format(value=value)
     for owner in (DDPStrategy, DistributedDataParallel):
         if name in inspect.signature(owner).parameters and name not in ("module", "ddp_kwargs"):
             return f"it is the strategy's: Trainer(strategy=DDPStrategy({name}={value!r}))."

@@ -17,7 +17,11 @@ from typing import TYPE_CHECKING, Any, final
 from rankwise import ranks
 from rankwise.callbacks import EarlyStopping, ModelCheckpoint, MonitoringCallback, Timer
 from rankwise.checkpoint.base import as_checkpoint_error, restored_from
-from rankwise.checkpoint.lightning_format import LIGHTNING_VERSION, LightningState, is_of_lightning
+from rankwise.compatibility.lightning_checkpoints import (
+    LIGHTNING_VERSION,
+    LightningState,
+    is_lightning_checkpoint,
+)
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.hyperparameters import (
     DATA_MODULE_KEYS,
@@ -221,7 +225,8 @@ def check_hyper_parameters(context: LoopContext, datamodule: HyperparametersMixi
     changes_checkpoints = is_defined(context.module, "on_save_checkpoint") or any(
         own_method(callback, "on_save_checkpoint") is not None for callback in context.callbacks
     )
-    owners: list[HyperparametersMixin] = [each for each in (context.module, datamodule) if each is not None]
+    given: tuple[HyperparametersMixin | None, ...] = (context.module, datamodule)
+    owners = [each for each in given if each is not None and each._hyperparameters is not None]
     for owner in owners if saving and not changes_checkpoints else ():
         if left_out := left_out_of_checkpoints(owner):
             _warn_of_left_out(type(owner).__name__, left_out)
@@ -407,7 +412,7 @@ def restore_module(context: LoopContext, checkpoint: dict[str, Any]) -> None:
         own = module.state_dict()
         missing, unexpected = [name for name in own if name not in weights], [*weights.keys() - own.keys()]
         warn_of_different_weights(path, module, missing, sorted(unexpected))
-    if isinstance(checkpoint.get("callbacks"), dict) and not is_of_lightning(checkpoint):
+    if isinstance(checkpoint.get("callbacks"), dict) and not is_lightning_checkpoint(checkpoint):
         _restore_callbacks(context, checkpoint["callbacks"], path)
 
 
@@ -417,7 +422,7 @@ def restore_training(context: LoopContext, checkpoint: dict[str, Any]) -> RankSt
     A checkpoint of Lightning's has no such part.
     """
     path = context.state.ckpt_path or ""
-    if is_of_lightning(checkpoint):
+    if is_lightning_checkpoint(checkpoint):
         _restore_from_lightning(context, LightningState(checkpoint, path))
         return None
     if missing := [name for name in _NEEDED if name not in checkpoint]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 from torch import Tensor
 
 from rankwise.callbacks import Callback, MonitoringCallback
+from rankwise.compatibility.names import MISSING_HOOKS
 from rankwise.errors import ConfigurationError
 from rankwise.trainer.data import DataModule
 from rankwise.trainer.data.data_hooks import TRANSFER_HOOKS, is_own, own_methods
@@ -187,63 +188,25 @@ HOOKS: Sequence[Hook] = (
 """All hooks, in the order in which a stage calls them first."""
 
 _BY_NAME = {hook.name: hook for hook in HOOKS}
-_HOOKS_OF_MODULES, _HOOKS_OF_CALLBACKS, _HOOKS_OF_DATA_MODULES = (
-    [hook.name for hook in HOOKS if owner in hook.owners] for owner in ("module", "callback", "datamodule")
-)
-
-_BY_HAND = "self.automatic_optimization = False, and step by hand in training_step."
-_REFUSED: Mapping[str, str] = {
-    "configure_sharded_model": "configure_model().",
-    "get_progress_bar_dict": "self.log(name, value, prog_bar=True).",
-    "tbptt_split_batch": _BY_HAND,
-    **{
-        f"{kind}_step_end": f"the end of {kind}_step: each process has one device."
-        for kind in ("training", "validation", "test")
-    },
-    "training_epoch_end": "on_train_epoch_end(); collect what it needs in training_step.",
-    "validation_epoch_end": "on_validation_epoch_end(); collect what it needs in validation_step.",
-    "test_epoch_end": "on_test_epoch_end(); collect what it needs in test_step.",
-    "on_epoch_start": "on_train_epoch_start.",
-    "on_epoch_end": "on_train_epoch_end.",
-    "on_batch_start": "on_train_batch_start.",
-    "on_batch_end": "on_train_batch_end.",
-    "on_pretrain_routine_start": "on_fit_start.",
-    "on_pretrain_routine_end": "on_fit_start.",
-    "on_hpc_save": "on_save_checkpoint.",
-    "on_hpc_load": "on_load_checkpoint.",
-    "on_predict_model_train": "on_predict_end.",
-    "on_test_model_zero_grad": "on_test_start.",
-    "on_predict_model_zero_grad": "on_predict_start.",
+_NAMES: Mapping[Owner, list[str]] = {
+    owner: [hook.name for hook in HOOKS if owner in hook.owners] for owner in _ALL
 }
-_REFUSED_IN_MODULES: Mapping[str, str] = {
-    **_REFUSED,
-    **{
-        hook.name: "on_validation_start, where self.trainer.sanity_checking tells; or a callback."
-        for hook in HOOKS
-        if hook.name.startswith("on_sanity_check")
-    },
+_ELSEWHERE: Mapping[Owner, str] = {
+    "callback": "define it in the module; callbacks do not have it.",
+    "datamodule": "define it in the module, or in a callback; data modules do not have it.",
 }
-_REFUSED_IN_CALLBACKS: Mapping[str, str] = {
-    **{name: remedy for name, remedy in _REFUSED.items() if name.startswith("on_")},
-    **{
-        hook.name: "define it in the module; callbacks do not have it."
-        for hook in HOOKS
-        if "callback" not in hook.owners and hook.name.startswith("on_")
-    },
-    "on_init_start": "setup(trainer, module, stage).",
-    "on_init_end": "setup(trainer, module, stage).",
-    "on_keyboard_interrupt": "on_exception.",
+REFUSED: Mapping[Owner, Mapping[str, str]] = {
+    owner: {
+        **{
+            hook.name: _ELSEWHERE[owner]
+            for hook in HOOKS
+            if owner in _ELSEWHERE and owner not in hook.owners and hook.name.startswith("on_")
+        },
+        **MISSING_HOOKS[owner],
+    }
+    for owner in _ALL
 }
-_REFUSED_IN_DATA_MODULES: Mapping[str, str] = {
-    **{name: remedy for name, remedy in _REFUSED.items() if name.startswith("on_")},
-    **{
-        hook.name: "define it in the module, or in a callback; data modules do not have it."
-        for hook in HOOKS
-        if "datamodule" not in hook.owners and hook.name.startswith("on_")
-    },
-    "on_save_checkpoint": "state_dict().",
-    "on_load_checkpoint": "load_state_dict(state_dict).",
-}
+"""Hooks that would never be called, and what to write instead, by who may not define them."""
 
 
 # ------------------------------------------------------------------ checks before a stage
@@ -258,9 +221,9 @@ def check_hooks(
     """
     _check_settings(module)
     _check_settings(datamodule)
-    _refuse(module, _REFUSED_IN_MODULES)
+    _refuse(module, REFUSED["module"])
     _check_submodules(module)
-    for hook in map(_BY_NAME.__getitem__, own_methods(module, TrainingModule, _HOOKS_OF_MODULES)):
+    for hook in map(_BY_NAME.__getitem__, own_methods(module, TrainingModule, _NAMES["module"])):
         _check_arguments(module, hook)
         if hook.is_automatic and not module.automatic_optimization:
             name = type(module).__name__
@@ -270,12 +233,12 @@ def check_hooks(
                 remedy="leave the method out, and do the same in training_step.",
             )
     for callback in callbacks:
-        _refuse(callback, _REFUSED_IN_CALLBACKS)
-        for name in own_methods(callback, Callback, _HOOKS_OF_CALLBACKS):
+        _refuse(callback, REFUSED["callback"])
+        for name in own_methods(callback, Callback, _NAMES["callback"]):
             _check_arguments(callback, _BY_NAME[name])
     if datamodule is not None:
-        _refuse(datamodule, _REFUSED_IN_DATA_MODULES)
-        for name in own_methods(datamodule, DataModule, _HOOKS_OF_DATA_MODULES):
+        _refuse(datamodule, REFUSED["datamodule"])
+        for name in own_methods(datamodule, DataModule, _NAMES["datamodule"]):
             _check_arguments(datamodule, _BY_NAME[name])
 
 

@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from rankwise.callbacks import (
     ModelCheckpoint,
     ProgressBar,
 )
+from rankwise.compatibility.names import TRAINER_ATTRIBUTES, missing_attributes
 from rankwise.errors import InvalidArgumentError, LifecycleError, MissingAttributeError
 from rankwise.trainer.loops.optimizers import OptimizerSet, SchedulerConfig
 from rankwise.trainer.module import TrainingModule
@@ -45,31 +46,6 @@ def _forwarded(path: str) -> Any:
 def _read_only(path: str) -> Any:
     """Return a property that reads `path`; an assignment raises AttributeError."""
     return property(operator.attrgetter(path))
-
-
-def _argument_only() -> Any:
-    """Return a property for an argument of the constructor; to read and to assign it raise AttributeError."""
-    return property()
-
-
-@final
-class _Absent(property):
-    """An attribute of Lightning's Trainer: to read and to assign it raise MissingAttributeError."""
-
-    def __init__(self, remedy: str) -> None:
-        super().__init__()
-        self._remedy = remedy
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, trainer: object, owner: type | None = None) -> Any:
-        if trainer is None:
-            return self
-        raise MissingAttributeError(owner="Trainer", attribute=self._name, remedy=self._remedy)
-
-    def __set__(self, trainer: object, value: object) -> None:
-        self.__get__(trainer)
 
 
 def _in_phase(*phases: str) -> Any:
@@ -149,9 +125,6 @@ class TrainerProperties:
     precision_plugin: Precision = _read_only("strategy.precision")
     accelerator: str = _read_only("strategy.root_device.type")
     distributed_sampler_kwargs: dict[str, int] = _read_only("strategy.distributed_sampler_kwargs")
-    plugins, max_time = _argument_only(), _argument_only()
-    enable_progress_bar, enable_checkpointing = _argument_only(), _argument_only()
-    enable_model_summary, model_registry = _argument_only(), _argument_only()
 
     progress: Progress = _forwarded("state.progress")
     seed: int = _forwarded("state.seed")
@@ -201,21 +174,7 @@ class TrainerProperties:
     early_stopping_callbacks: list[EarlyStopping] = _all(EarlyStopping)
     progress_bar_callback: ProgressBar | None = _first(ProgressBar)
 
-    devices = _Absent("trainer.num_devices, or trainer.device_ids.")
-    fit_loop = _Absent(
-        "trainer.progress counts epochs, steps and batches; trainer.max_epochs can be assigned."
-    )
-    validate_loop = _Absent("trainer.num_val_batches, or what trainer.validate(...) returns.")
-    test_loop = _Absent("trainer.num_test_batches, or what trainer.test(...) returns.")
-    predict_loop = _Absent("trainer.num_predict_batches, or what trainer.predict(...) returns.")
-    val_check_batch = _Absent("trainer.val_check_interval.")
-    _accelerator_connector = _Absent("trainer.strategy, trainer.num_devices, trainer.precision.")
-    _callback_connector = _Absent("trainer.callbacks.")
-    _checkpoint_connector = _Absent("trainer.save_checkpoint(path), trainer.fit(model, ckpt_path=path).")
-    _data_connector = _Absent("trainer.train_dataloader, trainer.val_dataloaders, trainer.datamodule.")
-    _logger_connector = _Absent("trainer.loggers, trainer.callback_metrics, trainer.logged_metrics.")
-    _results = _Absent("trainer.callback_metrics, trainer.logged_metrics.")
-    _signal_connector = _Absent("trainer.received_sigterm.")
+    vars().update(missing_attributes("Trainer", TRAINER_ATTRIBUTES))
 
     @property
     def ckpt_path(self) -> str | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
+from types import NoneType
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.loggers.base import finalize_all
 from rankwise.monitoring.heartbeat import TEARDOWN, report_phase
-from rankwise.named_options import check_is_a
+from rankwise.named_options import check_is_a, lightning_base
 from rankwise.processes.fork_safety import import_dynamo
 from rankwise.processes.signals import StoppedBySignal, as_raised
 from rankwise.seed import (
@@ -55,7 +56,6 @@ from rankwise.trainer.data_loaders import (
     warn_if_empty,
 )
 from rankwise.trainer.hooks import errors_logged
-from rankwise.trainer.lightning_objects import is_of_lightning
 from rankwise.trainer.loops.bucket_order import replay_gradient_order
 from rankwise.trainer.loops.evaluation import EvaluationLoop, Gather
 from rankwise.trainer.loops.fit import FitLoop, end_epoch
@@ -485,8 +485,20 @@ def _unwrap(context: LoopContext) -> None:
     context.wrapped, context.stage.wrapped = context.module, None
 
 
+def own_classes(trainer: object, *given: Any) -> AbstractContextManager[None]:
+    """Return a block in which modules and data modules of Lightning's classes have rankwise's, too."""
+    foreign = [each for each in given if not isinstance(each, (TrainingModule, DataModule, NoneType))]
+    if not foreign:
+        return nullcontext()
+    from rankwise.compatibility.lightning_classes import classes_lent
+
+    return classes_lent(
+        trainer, foreign, {"LightningModule": TrainingModule, "LightningDataModule": DataModule}
+    )
+
+
 def _is_data_module(value: object) -> bool:
-    return isinstance(value, DataModule) or is_of_lightning(value, DataModule)
+    return isinstance(value, DataModule) or lightning_base(type(value), "LightningDataModule") is not None
 
 
 def _warn_of_hidden(module: TrainingModule, datamodule: DataModule, loaders: list[str]) -> None:
@@ -505,8 +517,10 @@ def _warn_of_hidden(module: TrainingModule, datamodule: DataModule, loaders: lis
 
 def _logged_hparams(context: LoopContext) -> dict[str, Any]:
     """Return the hyperparameters of the data module and the module; raise if they contradict each other."""
-    own = context.module.logged_hparams
-    of_data = {} if context.datamodule is None else context.datamodule.logged_hparams
+    own, of_data = (
+        {} if each is None or each._hyperparameters is None else each.logged_hparams
+        for each in (context.module, context.datamodule)
+    )
     for name in own.keys() & of_data.keys():
         if own[name] is not of_data[name] and own[name] != of_data[name]:
             raise ConfigurationError(

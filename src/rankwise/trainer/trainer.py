@@ -23,7 +23,6 @@ from rankwise.trainer.consistency import check_can_compare
 from rankwise.trainer.data import DataModule
 from rankwise.trainer.data_loaders import check_loaders
 from rankwise.trainer.hooks import Hooks, check_hooks
-from rankwise.trainer.lightning_objects import check_uses, classes_lent, take_callbacks
 from rankwise.trainer.loops.evaluation import GATHERINGS, Gather
 from rankwise.trainer.loops.manual import check_manual
 from rankwise.trainer.loops.nonfinite import check_hook
@@ -31,7 +30,7 @@ from rankwise.trainer.loops.optimizers import OptimizerSet
 from rankwise.trainer.metrics.table import metrics_table
 from rankwise.trainer.module import TrainingModule, no_module
 from rankwise.trainer.properties import TrainerProperties
-from rankwise.trainer.stages import Stage
+from rankwise.trainer.stages import Stage, own_classes
 from rankwise.trainer.state import LoopContext, StageName, StageState, TrainerState, TrainerStatus
 from rankwise.trainer.state_transfer import CallerState, KnownToCaller, capture, named_objects, restore
 
@@ -198,7 +197,7 @@ class Trainer(TrainerProperties):
             **{name: keywords[name] for name in TrainerOptions.__dataclass_fields__}
         )
         self.callbacks = arguments.collect_callbacks(
-            take_callbacks(callbacks),
+            callbacks,
             enable_checkpointing=keywords["enable_checkpointing"],
             enable_progress_bar=keywords["enable_progress_bar"],
             enable_model_summary=keywords["enable_model_summary"],
@@ -407,7 +406,7 @@ class Trainer(TrainerProperties):
                 os.fspath(filepath),
             )
             return
-        with classes_lent(self, self._fitted_module, self.datamodule):
+        with own_classes(self, self._fitted_module, self.datamodule):
             save_checkpoint(self.context(self._fitted_module), filepath, weights_only=bool(weights_only))
 
     def _evaluate(self, stage: Stage, model: Any, verbose: bool) -> list[dict[str, float]]:
@@ -420,7 +419,7 @@ class Trainer(TrainerProperties):
         """Run a stage on every rank, and restore its state here."""
         is_given = model is not None or stage.name == "fit"
         model = model if is_given else self.module
-        with classes_lent(self, model, stage.datamodule, self.datamodule):
+        with own_classes(self, model, stage.datamodule, self.datamodule):
             return self._launch_with(model, stage, is_given=is_given)
 
     def _launch_with(self, model: Any, stage: Stage, *, is_given: bool) -> Any:
@@ -504,7 +503,6 @@ class Trainer(TrainerProperties):
         stage.check_module(model)
         self._add_callbacks_of(model)
         check_hooks(model, self.callbacks, stage.datamodule)
-        check_uses(self, model, stage.datamodule, *self.callbacks)
         for callback in self.callbacks:
             callback.check_stage(self, model, stage.name)
         if stage.name == "fit":
@@ -528,7 +526,7 @@ class Trainer(TrainerProperties):
         if self._configured is None or self._configured[0] is not model:
             self._configured = model, set()
         model.trainer = self  # the hook may read it
-        returned = take_callbacks(model.configure_callbacks())
+        returned = model.configure_callbacks()
         callbacks = arguments.with_module_callbacks(self.callbacks, returned, self._configured[1])
         self.callbacks = _for_dev_run(callbacks) if self.fast_dev_run else callbacks
 

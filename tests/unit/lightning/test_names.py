@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import rankwise
+from rankwise.compatibility.names import MISSING_NAMES
 from rankwise.errors import InvalidArgumentError, MissingNameError
-from rankwise.lightning import _modules
 from rankwise.lightning.utilities import grad_norm, isolate_rng
 from rankwise.trainer.state import TrainerFn
 
@@ -100,7 +100,7 @@ def test_special_names_are_not_refused() -> None:
 def test_nothing_that_exists_is_listed_as_missing(name: str) -> None:
     """The table of missing names has no name that exists."""
     module = importlib.import_module(f"{PACKAGE}.{name}")
-    assert set(module.__all__) & set(_modules._MISSING_NAMES) == set()
+    assert set(module.__all__) & set(MISSING_NAMES) == set()
 
 
 def test_grad_norm() -> None:

@@ -11,6 +11,7 @@ import torch
 import rankwise.callbacks
 from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint, TQDMProgressBar
 from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
+from rankwise.compatibility.names import TRAINER_ARGUMENTS
 from rankwise.environments import LocalEnvironment, NodesEnvironment
 from rankwise.errors import (
     ConfigurationError,
@@ -24,7 +25,6 @@ from rankwise.loggers import CSVLogger
 from rankwise.precision import DoublePrecision, MixedPrecision, Precision
 from rankwise.strategies import DDPSpawnStrategy, SingleDeviceStrategy
 from rankwise.trainer import Trainer
-from rankwise.trainer.arguments import _ELSEWHERE
 from tests.unit.trainer.helpers import trainer
 
 NODES = {"NODE_RANK": "0", "NNODES": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
@@ -343,7 +343,7 @@ def test_a_keyword_of_another_system(tmp_path: Path, options: dict[str, Any], re
 def test_remedies_are_true() -> None:
     """The arguments that the table of replacements names exist."""
     known = set(inspect.signature(Trainer).parameters)
-    for name, remedy in _ELSEWHERE.items():
+    for name, remedy in TRAINER_ARGUMENTS.items():
         text = remedy.format(value=None)
         assert name not in known
         for words in re.findall(r"Trainer\((.*?)\)(?:[.;,]|$)", text):

@@ -13,7 +13,7 @@ from torch import nn
 
 from rankwise.callbacks import ModelCheckpoint
 from rankwise.checkpoint import TorchCheckpointIO
-from rankwise.checkpoint.lightning_format import LightningState
+from rankwise.compatibility.lightning_checkpoints import LightningState
 from rankwise.errors import (
     CheckpointError,
     ConfigurationError,

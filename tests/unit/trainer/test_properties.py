@@ -254,9 +254,7 @@ def test_attributes_of_lightnings(tmp_path: Path) -> None:
         assert str(error).startswith(f"Trainer has no {name}.\n  Fix: trainer.")
         with pytest.raises(MissingAttributeError, match=name):
             setattr(train, name, 1)
-    with pytest.raises(MissingAttributeError, match=r"num_devices, or trainer\.device_ids"):
-        train.devices  # noqa: B018  reading it raises
-    for name in ("_accelerator_connector", "_data_connector", "_logger_connector", "_results"):
+    for name in ("devices", "_accelerator_connector", "_data_connector", "_logger_connector", "_results"):
         with pytest.raises(MissingAttributeError, match=rf"(?s)Trainer has no {name}\..*Fix: trainer\."):
             getattr(train, name)
 

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from rankwise import Trainer
-from rankwise.environments import LightningClusterEnvironment, LocalEnvironment
+from rankwise.compatibility.lightning_environments import LightningClusterEnvironment
+from rankwise.environments import LocalEnvironment
 from rankwise.errors import (
     ConfigurationError,
     EnvironmentVariableError,

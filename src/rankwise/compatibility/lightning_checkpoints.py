@@ -1,4 +1,4 @@
-"""`LightningState`: what a checkpoint of Lightning's says of a fit, as its versions since 2.0 write it."""
+"""Read the state of a fit from a checkpoint that Lightning has written, in any version since 2.0."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ LIGHTNING_VERSION = "2.6.0"
 _SCALERS = ("MixedPrecision", "MixedPrecisionPlugin")
 
 
-def is_of_lightning(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether Lightning's Trainer has written a checkpoint of a fit."""
+def is_lightning_checkpoint(checkpoint: Mapping[str, Any]) -> bool:
+    """Return whether Lightning's Trainer has written a checkpoint, during or after a fit."""
     loops = checkpoint.get("loops")
     return isinstance(loops, Mapping) and "fit_loop" in loops
 
@@ -69,5 +69,5 @@ class LightningState:
 
 def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no number of steps or epochs")
+        raise ValueError(f"{value!r} is not a number of steps or epochs")
     return value

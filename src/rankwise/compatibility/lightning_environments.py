@@ -1,4 +1,4 @@
-"""A `ClusterEnvironment` of Lightning's as one of rankwise's; Lightning itself is not imported."""
+"""Adapt a `ClusterEnvironment` of Lightning to rankwise; Lightning itself is not imported."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class LightningClusterEnvironment(Protocol):
 
 
 GivenEnvironment = ClusterEnvironment | LightningClusterEnvironment | str
-"""What users give as an environment: an instance, one of Lightning's, or a name."""
+"""What users give as an environment: an instance of either class, or a name."""
 
 
 def adapted_environment(
     given: Any, devices: int | None, num_nodes: int | None, *, is_rerun: bool
 ) -> ClusterEnvironment:
-    """Return the environment for one of Lightning's.
+    """Return the environment of rankwise that asks an environment of Lightning.
 
     Args:
-        given: Lightning's.
+        given: the environment of Lightning.
         devices: the number of processes on this node, if the user has given it.
         num_nodes: the number of nodes, if the user has given it.
         is_rerun: whether a strategy has started this process, whatever Lightning's environment sees in the

@@ -5,14 +5,13 @@ import importlib
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from rankwise.errors import ConfigurationError, InvalidTypeError
+from rankwise.errors import ConfigurationError, InvalidTypeError, MissingAttributeError
 from rankwise.trainer import DataModule, TrainingModule
 from tests.helpers.needs import need_installed
 from tests.unit.trainer.helpers import loader, trainer
@@ -150,68 +149,48 @@ def test_callbacks(tmp_path: Path, pl: Any, make: Callable[..., Any]) -> None:
     assert {"Note", "Other", "Callback"} <= {type(each).__name__ for each in made.callbacks}
 
 
-NEVER = r"\(\) would never be called"
-
-
-def refused(self: Any) -> None:
-    self.trainer.fit_loop.epoch_progress.reset()
-
-
-def refused_in_strategy(self: Any) -> None:
-    for _ in range(self.trainer.strategy.num_threads_of_nothing):
-        pass
-
-
-def refused_argument(self: Any) -> None:
-    [print(self.trainer.plugins) for _ in range(2)]
-
-
-@pytest.mark.parametrize(
-    ("methods", "text"),
-    [
-        ({"on_fit_start": refused}, r"Own.on_fit_start\(\) uses trainer.fit_loop, which"),
-        ({"helper": property(refused)}, r"Own.helper\(\) uses trainer.fit_loop, which"),
-        ({"on_fit_end": refused_in_strategy}, "uses trainer.strategy.num_threads_of_nothing, which"),
-        ({"on_fit_end": refused_argument}, "uses trainer.plugins, which"),
-        ({"training_epoch_end": lambda self, outputs: None}, "training_epoch_end" + NEVER),
-        ({"configure_sharded_model": lambda self: None}, "configure_sharded_model" + NEVER),
-    ],
-)
-def test_what_a_module_cannot_use(
-    tmp_path: Path, make: Callable[..., Any], methods: dict[str, Any], text: str
-) -> None:
-    """Parts of Lightning's Trainer are refused by name, before anything starts; so are hooks."""
+@pytest.mark.parametrize("name", ["training_epoch_end", "configure_sharded_model"])
+def test_hooks_that_would_never_be_called(tmp_path: Path, make: Callable[..., Any], name: str) -> None:
+    """Hooks that rankwise does not have are refused before anything starts."""
+    methods = {name: lambda self, outputs=None: None}
     module = make(**methods, prepare_data=lambda self: pytest.fail("it has started"))
     kind = type(module)
-    with pytest.raises(ConfigurationError, match=text):
+    with pytest.raises(ConfigurationError, match=rf"{name}\(\) would never be called"):
         fit(tmp_path, module)
     assert type(module) is kind
 
 
-def test_what_a_module_asks_for(tmp_path: Path, make: Callable[..., Any]) -> None:
-    """What exists, what code sets itself, and what it asks for with `hasattr` is not refused."""
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("fit_loop", r"trainer\.progress"),
+        ("plugins", r"trainer\.strategy"),
+        ("_data_connector", r"trainer\.datamodule"),
+    ],
+)
+def test_missing_attributes(tmp_path: Path, make: Callable[..., Any], name: str, write: str) -> None:
+    """Reading an attribute of the trainer that does not exist raises an error that names what to write."""
+    module = make(on_train_end=lambda self: getattr(self.trainer, name))
+    with pytest.raises(MissingAttributeError, match=rf"(?s)Trainer has no {name}\..*Fix: .*{write}"):
+        fit(tmp_path, module)
+    assert module.layer.weight.grad is not None  # it has trained until then
 
-    def on_fit_start(self: Any) -> None:
-        self.trainer.mine = self.trainer.strategy.world_size
-        if hasattr(self.trainer, "fit_loop"):
-            self.trainer.fit_loop.reset()
-        self.trainer.mine += self.config.trainer.max_lr
 
-    module = make(on_fit_start=on_fit_start, teardown=lambda self, stage: self.trainer.mine)
-    module.config = SimpleNamespace(trainer=SimpleNamespace(max_lr=2))
-    made: Any = fit(tmp_path, module)
-    assert made.mine == 3
-
-
-def test_what_a_callback_cannot_use(tmp_path: Path, pl: Any, make: Callable[..., Any]) -> None:
-    """The same for callbacks, whose argument is the trainer."""
+def test_what_is_not_read_is_not_missing(tmp_path: Path, pl: Any, make: Callable[..., Any]) -> None:
+    """Methods that are not called may read anything; code may ask what there is, and set attributes."""
 
     class Note(pl.Callback):
-        def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-            print(self, trainer.fit_loop)
+        def score_of(self, trainer: Any) -> Any:
+            return trainer.booster.best_score
 
-    with pytest.raises(ConfigurationError, match=r"Note.on_fit_end\(\) uses trainer.fit_loop, which"):
-        fit(tmp_path, make(), callbacks=Note())
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            assert not hasattr(trainer, "fit_loop")
+            with pytest.raises(AttributeError, match="'Trainer' object has no attribute 'booster'"):
+                self.score_of(trainer)
+            trainer.mine = trainer.strategy.world_size
+
+    made: Any = fit(tmp_path, make(), callbacks=Note())
+    assert made.mine == 1
 
 
 def test_lightnings_own_parts_are_refused(tmp_path: Path, pl: Any) -> None:

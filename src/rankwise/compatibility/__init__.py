@@ -1,0 +1,3 @@
+"""Names, objects and files of other libraries."""
+
+__all__: list[str] = []

@@ -1,0 +1,253 @@
+"""What Lightning, Composer and torchrun call things that rankwise calls otherwise, or does not have.
+
+Each table says for a name what to write instead. The pages of the documentation have the same tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from rankwise.errors import MissingAttributeError
+
+_SHORT_FITS = "try batch sizes in short fits: Trainer(max_steps=3)."
+_DEVICES = 'rankwise trains on CPUs and CUDA devices: Trainer(accelerator="cpu") or "cuda".'
+
+TRAINER_ARGUMENTS: Mapping[str, str] = {
+    # how many processes, and where
+    "gpus": 'Trainer(accelerator="gpu", devices={value!r}).',
+    "num_processes": "Trainer(devices={value!r}).",
+    "num_gpus": 'Trainer(accelerator="gpu", devices={value!r}).',
+    "auto_select_gpus": 'Trainer(accelerator="gpu", devices=[...]), with the indices of free devices.',
+    **dict.fromkeys(("tpu_cores", "ipus", "hpus"), _DEVICES),
+    "distributed_backend": "Trainer(strategy={value!r}).",
+    # data
+    "replace_sampler_ddp": "Trainer(use_distributed_sampler={value!r}).",
+    "train_percent_check": "Trainer(limit_train_batches={value!r}).",
+    "val_percent_check": "Trainer(limit_val_batches={value!r}).",
+    "test_percent_check": "Trainer(limit_test_batches={value!r}).",
+    "prepare_data_per_node": "leave it out: prepare_data() runs once on each node.",
+    "multiple_trainloader_mode": "trainer.fit(model, CombinedLoader(loaders, mode=...)).",
+    # precision
+    "amp_backend": 'Trainer(precision="16-mixed"); for Apex O2: "16-master".',
+    "amp_level": 'Trainer(precision="16-mixed"); for Apex O2: "16-master".',
+    # the run
+    "resume_from_checkpoint": "trainer.fit(model, ckpt_path={value!r}).",
+    "terminate_on_nan": 'Trainer(on_nonfinite="raise").',
+    "auto_lr_find": "callbacks=[LearningRateFinder()]",
+    "auto_scale_batch_size": _SHORT_FITS,
+    "track_grad_norm": "log it in on_before_optimizer_step of the module.",
+    "stochastic_weight_avg": "Trainer(callbacks=[StochasticWeightAveraging(swa_lrs=...)]).",
+    # files and what is shown
+    "checkpoint_callback": "Trainer(enable_checkpointing=True), or callbacks=[ModelCheckpoint(...)].",
+    "weights_save_path": "Trainer(default_root_dir={value!r}), or callbacks=[ModelCheckpoint(dirpath=...)].",
+    "early_stop_callback": "Trainer(callbacks=[EarlyStopping(...)]).",
+    "log_save_interval": "Trainer(log_every_n_steps=...).",
+    "row_log_interval": "Trainer(log_every_n_steps={value!r}).",
+    "progress_bar_refresh_rate": "Trainer(callbacks=[TQDMProgressBar(refresh_rate={value!r})]).",
+    "weights_summary": "leave it out, or Trainer(callbacks=[ModelSummary()]).",
+    # Composer
+    "max_duration": "Trainer(max_epochs=...), max_steps=... or max_time=...",
+    "ddp_sync_strategy": "Trainer(strategy=DDPStrategy(sync_mode=...)).",
+    "save_folder": "Trainer(default_root_dir={value!r}), or callbacks=[ModelCheckpoint(dirpath=...)].",
+    "loggers": "Trainer(logger={value!r}).",
+    "progress_bar": "Trainer(enable_progress_bar={value!r}).",
+    # Accelerate
+    "mixed_precision": 'Trainer(precision="16-mixed") or "bf16-mixed".',
+    "gradient_accumulation_steps": "Trainer(accumulate_grad_batches={value!r}).",
+    # torchrun
+    "nnodes": "Trainer(num_nodes={value!r}).",
+    "nproc_per_node": "Trainer(devices={value!r}).",
+    "max_restarts": "Trainer(strategy=DDPElasticStrategy(max_restarts={value!r})).",
+}
+"""Arguments of Lightning's Trainer (1.x and 2.x) and of other libraries; `{value!r}` is the given value."""
+
+MISSING_STRATEGIES: Mapping[str, str] = {
+    "ddp_cpu": 'Trainer(strategy="ddp", accelerator="cpu", devices=...).',
+    "horovod": 'Trainer(strategy="ddp"), started by mpirun or torchrun if you like.',
+    **dict.fromkeys(
+        ("dp", "ddp2"), 'Trainer(strategy="ddp"): a process for each device, instead of threads in one.'
+    ),
+    **dict.fromkeys(
+        ("fsdp", "fsdp2", "fsdp_native", "deepspeed", "ddp_sharded", "ddp_sharded_spawn"),
+        "sharding the model is out of the scope of rankwise, whose strategies are DistributedDataParallel's: "
+        'Trainer(strategy="ddp") keeps the whole model on each device. ZeroRedundancyOptimizer, from '
+        "configure_optimizers, shards the optimizer's state; for a larger model use another library.",
+    ),
+    **dict.fromkeys(
+        ("single_tpu", "tpu_spawn", "xla"),
+        'Trainer(strategy="auto"): rankwise trains on CPUs and CUDA devices.',
+    ),
+}
+"""Names of Lightning's strategies."""
+
+OTHER_PRECISIONS: Mapping[str, str] = {
+    **dict.fromkeys(("fp16", "float16", "half", "amp", "amp_fp16"), "16-mixed"),
+    **dict.fromkeys(("bfloat16", "amp_bf16"), "bf16-mixed"),
+    **dict.fromkeys(("fp32", "float32", "float", "full"), "32-true"),
+    **dict.fromkeys(("fp64", "float64", "double"), "64-true"),
+}
+"""Names of precisions in other libraries, and rankwise's."""
+
+_METRICS = "trainer.callback_metrics, trainer.logged_metrics."
+_IN_CALLBACKS = "it is an argument only; look for the callback that it adds in trainer.callbacks."
+
+TRAINER_ATTRIBUTES: Mapping[str, str] = {
+    "devices": "trainer.num_devices, or trainer.device_ids.",
+    "fit_loop": "trainer.progress counts epochs, steps and batches; trainer.max_epochs can be assigned.",
+    "validate_loop": "trainer.num_val_batches, or what trainer.validate(...) returns.",
+    "test_loop": "trainer.num_test_batches, or what trainer.test(...) returns.",
+    "predict_loop": "trainer.num_predict_batches, or what trainer.predict(...) returns.",
+    "val_check_batch": "trainer.val_check_interval.",
+    "_accelerator_connector": "trainer.strategy, trainer.num_devices, trainer.precision.",
+    "_callback_connector": "trainer.callbacks.",
+    "_checkpoint_connector": "trainer.save_checkpoint(path), trainer.fit(model, ckpt_path=path).",
+    "_data_connector": "trainer.train_dataloader, trainer.val_dataloaders, trainer.datamodule.",
+    "_logger_connector": f"trainer.loggers, {_METRICS}",
+    "_results": _METRICS,
+    "_signal_connector": "trainer.received_sigterm.",
+    # arguments of the constructor
+    "plugins": "it is an argument only; trainer.strategy and trainer.precision_plugin have the parts.",
+    "max_time": _IN_CALLBACKS,
+    "enable_checkpointing": _IN_CALLBACKS,
+    "enable_model_summary": _IN_CALLBACKS,
+    "enable_progress_bar": _IN_CALLBACKS,
+    "model_registry": "it is an argument only.",
+}
+"""Attributes of Lightning's Trainer."""
+
+FABRIC_ATTRIBUTES: Mapping[str, str] = {
+    "init_module": "create the module as always; setup() moves and converts it.",
+    "init_tensor": "torch.zeros(..., device=fabric.device), or fabric.to_device(tensor).",
+    "sharded_model": "create the module as always; models that are split over devices are out of scope.",
+}
+"""Attributes of Lightning's Fabric."""
+
+_HOOKS_OF_ALL: Mapping[str, str] = {
+    "on_epoch_start": "on_train_epoch_start.",
+    "on_epoch_end": "on_train_epoch_end.",
+    "on_batch_start": "on_train_batch_start.",
+    "on_batch_end": "on_train_batch_end.",
+    "on_pretrain_routine_start": "on_fit_start.",
+    "on_pretrain_routine_end": "on_fit_start.",
+    "on_hpc_save": "on_save_checkpoint.",
+    "on_hpc_load": "on_load_checkpoint.",
+    "on_predict_model_train": "on_predict_end.",
+    "on_test_model_zero_grad": "on_test_start.",
+    "on_predict_model_zero_grad": "on_predict_start.",
+}
+_SANITY_CHECK = "on_validation_start, where self.trainer.sanity_checking tells; or a callback."
+
+MISSING_HOOKS: Mapping[str, Mapping[str, str]] = {
+    "module": {
+        "configure_sharded_model": "configure_model().",
+        "get_progress_bar_dict": "self.log(name, value, prog_bar=True).",
+        "tbptt_split_batch": "self.automatic_optimization = False, and step by hand in training_step.",
+        "training_step_end": "the end of training_step: each process has one device.",
+        "validation_step_end": "the end of validation_step: each process has one device.",
+        "test_step_end": "the end of test_step: each process has one device.",
+        "training_epoch_end": "on_train_epoch_end(); collect what it needs in training_step.",
+        "validation_epoch_end": "on_validation_epoch_end(); collect what it needs in validation_step.",
+        "test_epoch_end": "on_test_epoch_end(); collect what it needs in test_step.",
+        **dict.fromkeys(("on_sanity_check_start", "on_sanity_check_end"), _SANITY_CHECK),
+        **_HOOKS_OF_ALL,
+    },
+    "callback": {
+        "on_init_start": "setup(trainer, module, stage).",
+        "on_init_end": "setup(trainer, module, stage).",
+        "on_keyboard_interrupt": "on_exception.",
+        **_HOOKS_OF_ALL,
+    },
+    "datamodule": {
+        "on_save_checkpoint": "state_dict().",
+        "on_load_checkpoint": "load_state_dict(state_dict).",
+        **_HOOKS_OF_ALL,
+    },
+}
+"""Hooks of Lightning's module, callback and data module (1.x and 2.x)."""
+
+_NO_CLI = "build the Trainer in code; jsonargparse's CLI, Hydra and argparse can call it."
+_MODEL_SHARDING = 'Trainer(strategy="ddp"): models that are split over devices are out of scope.'
+_TUNER = f"LearningRateFinder().lr_find(trainer, model, loader); {_SHORT_FITS}"
+_NOT_PUBLIC = "use the hooks of the module, its callbacks and the strategy, which are public."
+
+MISSING_MODULES: Mapping[str, str] = {
+    "accelerators": _DEVICES,
+    "cli": _NO_CLI,
+    **dict.fromkeys(("demos", "demos.boring_classes"), "write the module in your script."),
+    **dict.fromkeys(("loops", "overrides"), _NOT_PUBLIC),
+    **dict.fromkeys(("tuner", "tuner.tuning"), _TUNER),
+    "serve": "serve the module with a server of your choice; it is a torch.nn.Module.",
+}
+"""Modules of the packages of Lightning."""
+
+MISSING_NAMES: Mapping[str, str] = {
+    **MISSING_MODULES,
+    "LightningCLI": _NO_CLI,
+    "Tuner": _TUNER,
+    "BatchSizeFinder": _SHORT_FITS,
+    **dict.fromkeys(("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"), _MODEL_SHARDING),
+    **dict.fromkeys(("FSDPPrecision", "DeepSpeedPrecision"), _MODEL_SHARDING),
+    **dict.fromkeys(("XLAPrecision", "XLAEnvironment", "XLACheckpointIO", "XLAProfiler"), _DEVICES),
+    **dict.fromkeys(("LayerSync", "TorchSyncBatchNorm"), "Trainer(sync_batchnorm=True)."),
+    **dict.fromkeys(("CometLogger", "LitLogger"), "derive from Logger, or use another logger."),
+    "DataParallelStrategy": 'Trainer(strategy="ddp").',
+    "ParallelStrategy": "derive from Strategy, or from DDPStrategy.",
+    "BitsandbytesPrecision": "quantise the layers in configure_model().",
+    "TransformerEnginePrecision": 'Trainer(precision="bf16-mixed").',
+    "Checkpoint": "derive from Callback, or use ModelCheckpoint.",
+    "ModelPruning": "torch.nn.utils.prune in a hook of the module.",
+    "OnExceptionCheckpoint": "trainer.save_checkpoint(path) in Callback.on_exception.",
+    "SpikeDetection": 'Trainer(on_nonfinite="skip"), or a callback of your own.',
+    "RichModelSummary": "ModelSummary.",
+    "MisconfigurationException": "rankwise.errors.ConfigurationError.",
+    "SIGTERMException": "except SystemExit.",
+    "measure_flops": "torch.utils.flop_counter.FlopCounterMode.",
+    "GradClipAlgorithmType": 'the strings "norm" and "value".',
+    "LightningEnum": "enum.Enum.",
+    "is_picklable": "pickle.dumps(value), which raises.",
+    "set_shared_parameters": "assign one parameter to both layers in configure_model().",
+    "is_shared_filesystem": "leave it out, or ask the file system.",
+    "find_shared_parameters": "torch.nn.Module.named_parameters(remove_duplicate=False).",
+    "suggested_max_num_workers": "give num_workers yourself, for example 4.",
+    "disable_possible_user_warnings": "warnings.filterwarnings of Python.",
+}
+"""Names in the modules of Lightning, and the modules themselves."""
+
+SUBMODULES: Mapping[str, str] = {
+    "callbacks": "callback device_stats_monitor early_stopping finetuning gradient_accumulation_scheduler "
+    "lambda_function lr_finder lr_monitor model_checkpoint model_summary prediction_writer progress "
+    "progress.progress_bar progress.rich_progress progress.tqdm_progress stochastic_weight_avg "
+    "throughput_monitor timer weight_averaging",
+    "core": "datamodule mixins module",
+    "fabric": "",
+    "loggers": "csv_logs logger mlflow tensorboard wandb",
+    "plugins": "environments io precision",
+    "profilers": "advanced profiler pytorch simple",
+    "strategies": "ddp single_device strategy",
+    "trainer": "trainer states",
+    "utilities": "apply_func combined_loader grads model_summary parsing rank_zero seed types distributed",
+}
+"""The modules of `rankwise.lightning`, and the submodules that Lightning has in place of each."""
+
+
+def missing_attributes(owner: str, instead: Mapping[str, str]) -> dict[str, property]:
+    """Return the properties of a class that say for the names in `instead` what to write."""
+    return {name: _MissingAttribute(owner, name, remedy) for name, remedy in instead.items()}
+
+
+@final
+class _MissingAttribute(property):
+    """An attribute that does not exist: to read and to assign it raise MissingAttributeError."""
+
+    def __init__(self, owner: str, name: str, remedy: str) -> None:
+        super().__init__()
+        self._fields = {"owner": owner, "attribute": name, "remedy": remedy}
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        raise MissingAttributeError(**self._fields)
+
+    def __set__(self, instance: object, value: object) -> None:
+        self.__get__(instance)
