@@ -57,12 +57,13 @@ def _work(channel: socket.socket, number: int, workers: int) -> None:
 
 def _ask(channel: socket.socket, *fields: bytes) -> bytes:
     channel.sendall(frame(Kind.STORE_REQUEST, bytes(REQUEST_ID_SIZE) + pack_fields(fields)))
-    reader = FrameReader()
-    while True:
-        for kind, payload in reader.feed(channel.recv(_CHUNK)):
-            if kind is Kind.STORE_REPLY:
-                return payload[REQUEST_ID_SIZE:]
-            os._exit(0)  # STOP
+    reader, received = FrameReader(), list[tuple[Kind, bytes]]()
+    while not received:
+        reader.feed(channel.recv(_CHUNK), lambda *each: received.append(each))
+    kind, payload = received[0]
+    if kind is not Kind.STORE_REPLY:
+        os._exit(0)  # STOP
+    return payload[REQUEST_ID_SIZE:]
 
 
 def _start(context: WorkerContext, links: WorkerLinks) -> MultiprocessingProcess:

@@ -77,10 +77,13 @@ def test_frames(fuzzing: Fuzzing) -> None:
         stream = damaged(random, frames_of_a_rank(random))
         cuts = sorted(random.randrange(len(stream) + 1) for _ in range(random.randrange(4)))
         reader = FrameReader()
+
+        def check(kind: object, payload: object) -> None:
+            assert isinstance(kind, Kind)
+            assert isinstance(payload, bytes)
+
         for start, end in pairwise((0, *cuts, len(stream))):
-            for kind, payload in reader.feed(stream[start:end]):
-                assert isinstance(kind, Kind)
-                assert isinstance(payload, bytes)
+            reader.feed(stream[start:end], check)
 
     assert 0 < fuzzing.run(parse) < fuzzing.count
 

@@ -8,7 +8,7 @@ import signal
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import IntEnum, unique
 from typing import final
 
@@ -84,8 +84,8 @@ class FrameReader:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[tuple[Kind, bytes]]:
-        """Add bytes; yield the frames that are complete now.
+    def feed(self, data: bytes, on_frame: Callable[[Kind, bytes], None]) -> None:
+        """Add bytes; call `on_frame` with each frame that is complete now.
 
         Raises:
             ProcessGroupError: when the bytes are no frames.
@@ -100,7 +100,7 @@ class FrameReader:
                 return
             payload = bytes(self._buffer[_HEADER.size : end])
             del self._buffer[:end]
-            yield Kind(kind), payload
+            on_frame(Kind(kind), payload)
 
 
 @final
@@ -211,8 +211,7 @@ class RankChannel:
         except OSError:
             data = b""
         try:
-            for kind, payload in self._reader.feed(data):
-                self._on_frame(kind, payload)
+            self._reader.feed(data, self._on_frame)
         except ProcessGroupError as error:
             write_stderr(f"rankwise: {error}\n")
             data = b""

@@ -463,8 +463,7 @@ class Supervisor:
             data = b""
         if data:
             try:
-                for kind, payload in worker.reader.feed(data):
-                    self._receive(worker, kind, payload)
+                worker.reader.feed(data, partial(self._receive, worker))
             except Exception as error:  # noqa: BLE001  code of the rank has written to its channel
                 self._loop.unregister(worker.sock)
                 self._on_broken_channel(worker, f"what it sent is no message: {error!r}")

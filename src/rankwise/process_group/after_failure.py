@@ -51,7 +51,7 @@ def collectives_refused_after_failure(*, was_in_optimizer_step: bool = False) ->
 
 def refuse_after_failure(call: str, *, needed: str = "every rank", remedy: str = _REMEDY) -> None:
     """Raise LifecycleError if this thread runs hooks after a failure on this rank."""
-    if is_after_failure():
+    if _failed.pid == os.getpid():
         raise LifecycleError(call=call, state=_STATE, needed=needed, remedy=remedy)
 
 

@@ -47,6 +47,8 @@ def decoded(kind: type[T], text: bytes | str, source: str, remedy: str = _ANOTHE
 
 def _checked(kind: Any, value: Any) -> Any:
     """Return a value of a JSON text as a type; raise where it is not of that type."""
+    if type(value) is kind:
+        return value
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         hints = _hints(kind)
         return kind(**{name: _checked(hints[name], each) for name, each in _of(dict, value).items()})

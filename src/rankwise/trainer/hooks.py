@@ -17,7 +17,7 @@ from rankwise.compatibility.names import MISSING_HOOKS
 from rankwise.errors import ConfigurationError
 from rankwise.trainer.data import DataModule
 from rankwise.trainer.data.data_hooks import TRANSFER_HOOKS, is_own, own_methods
-from rankwise.trainer.module import TrainingModule, is_defined
+from rankwise.trainer.module import TrainingModule
 from rankwise.trainer.module_loading import load_data_module_state
 
 if TYPE_CHECKING:
@@ -468,7 +468,7 @@ class Hooks:
                 key = f"[Callback]{each.state_key}"
                 call = self._of_user(profiled(f"{key}.{name}", _adapted(method, hook, 2)), method, key, name)
                 (last if isinstance(each, MonitoringCallback) else first).append(call)
-        has_own = "module" in hook.owners and is_defined(self.module, name)
+        has_own = "module" in hook.owners and is_own(self.module, TrainingModule, name)
         own = _adapted(getattr(self.module, name), hook, 0) if has_own else None
         if callable(own):
             key = f"[Module]{type(self.module).__name__}"

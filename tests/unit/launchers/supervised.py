@@ -108,7 +108,7 @@ class Rank:
     def receive(self) -> tuple[Kind, bytes]:
         """Return the next frame from the supervisor."""
         while not self._received:
-            self._received.extend(self._frames.feed(self.sock.recv(1 << 16)))
+            self._frames.feed(self.sock.recv(1 << 16), lambda *each: self._received.append(each))
         return self._received.pop(0)
 
     def request(self, *fields: bytes, number: int = 1) -> None:
@@ -121,7 +121,7 @@ class Rank:
         self.sock.setblocking(False)
         with suppress(BlockingIOError):
             while True:
-                self._received.extend(self._frames.feed(self.sock.recv(1 << 16)))
+                self._frames.feed(self.sock.recv(1 << 16), lambda *each: self._received.append(each))
         self.sock.settimeout(LIMIT_S)
         received, self._received = self._received, []
         return received
@@ -180,13 +180,12 @@ class Ends:
         self.lost = threading.Event()
         self.channel = RankChannel(theirs, on_lost=self.lost.set)
         self._reader = FrameReader()
+        self._received: list[tuple[Kind, bytes]] = []
 
     def receive(self) -> tuple[Kind, bytes]:
-        data = b""
-        while True:
-            for message in self._reader.feed(data):
-                return message
-            data = self.ours.recv(1 << 16)
+        while not self._received:
+            self._reader.feed(self.ours.recv(1 << 16), lambda *each: self._received.append(each))
+        return self._received.pop(0)
 
     def close(self) -> None:
         self.channel.close()

@@ -30,7 +30,7 @@ def test_frames_survive_any_cutting(chunk: int) -> None:
     reader = FrameReader()
     found: list[tuple[Kind, bytes]] = []
     for start in range(0, len(stream), chunk):
-        found += reader.feed(stream[start : start + chunk])
+        reader.feed(stream[start : start + chunk], lambda *each: found.append(each))
     assert found == MESSAGES
 
 
@@ -38,15 +38,18 @@ def test_an_incomplete_frame_waits() -> None:
     """Nothing is yielded before the last byte is there."""
     reader = FrameReader()
     data = frame(Kind.STOP, b"reason")
-    assert list(reader.feed(data[:-1])) == []
-    assert list(reader.feed(data[-1:])) == [(Kind.STOP, b"reason")]
+    found: list[tuple[Kind, bytes]] = []
+    reader.feed(data[:-1], lambda *each: found.append(each))
+    assert found == []
+    reader.feed(data[-1:], lambda *each: found.append(each))
+    assert found == [(Kind.STOP, b"reason")]
 
 
 @pytest.mark.parametrize("header", [b"\xff\xff\xff\xff\2", b"print\n", b"\0\0\0\1\x63", b"\4\0\0\1\2"])
 def test_what_is_no_frame(header: bytes) -> None:
     """A length or a kind that no frame has is an error at once, not when so many bytes have come."""
     with pytest.raises(ProcessGroupError, match=r"A channel .* is damaged"):
-        list(FrameReader().feed(header))
+        FrameReader().feed(header, lambda *_: None)
 
 
 def test_messages_reach_the_supervisor(ends: Ends) -> None:
