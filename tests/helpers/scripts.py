@@ -25,6 +25,8 @@ WITHOUT_COVERAGE: Mapping[str, str | None] = {"COVERAGE_PROCESS_START": None, "C
 """`env=` for a program whose time is measured."""
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
 _BLOCKED_S = 0.3
 
 
@@ -59,6 +61,7 @@ class RunningScript:
         env: Mapping[str, str],
         stdin: str | None,
         interpreter: PreloadedInterpreter | None = None,
+        siblings: int = 0,
     ) -> None:
         self.command = tuple(command)
         self._stdout: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by _close
@@ -67,7 +70,7 @@ class RunningScript:
         self._started = time.monotonic()
         with _input(stdin) as stdin_file:
             streams = (stdin_file, self._stdout, self._stderr)
-            self.popen: Program = _start(interpreter, self.command, cwd, env, streams)
+            self.popen: Program = _start(interpreter, self.command, cwd, env, streams, siblings)
 
     @property
     def pid(self) -> int:
@@ -201,11 +204,12 @@ def _start(
     cwd: Path,
     env: Mapping[str, str],
     streams: tuple[IO[bytes], IO[bytes], IO[bytes]],
+    siblings: int,
 ) -> Program:
     """Start a command; with an interpreter, fork it from that."""
     if interpreter is not None:
         numbers = [stream.fileno() for stream in streams]
-        return interpreter.start(command[1:], cwd=cwd, env=env, streams=numbers)
+        return interpreter.start(command[1:], cwd=cwd, env=env, streams=numbers, siblings=siblings)
     stdin, stdout, stderr = streams
     return subprocess.Popen(
         command, cwd=cwd, env=env, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
@@ -224,6 +228,9 @@ class Options(TypedDict, total=False):
             reads when it starts. That differs in `sys.modules`, in the parent process, in what the garbage
             collector looks at (what is imported already is frozen), and in a frame below the program's own.
         preload: names of modules; there is one interpreter for each such tuple.
+        siblings: how many processes to fork for the Python files that the program will start by
+            `subprocess`, as `strategy="ddp"` and torchrun (`-m torch.distributed.run`) do: importing torch
+            anew takes seconds. For tests whose subject is not how a rank starts.
     """
 
     env: Mapping[str, str | None] | None
@@ -231,6 +238,7 @@ class Options(TypedDict, total=False):
     stdin: str | None
     fresh: bool
     preload: tuple[str, ...]
+    siblings: int
 
 
 class ScriptRunner:
@@ -287,11 +295,17 @@ class ScriptRunner:
         outer = os.environ.get(processes.MARKER, str(os.getpid()))  # none is set for a module's fixture
         variables[processes.MARKER] = f"{outer}/{id(self)}/{len(self._running)}"
         interpreter, preload = None, options.get("preload", TORCH)
-        if not options.get("fresh") and _is_plain(command) and preloaded(preload).fits(variables):
+        siblings = options.get("siblings", 0)
+        is_plain = _is_plain(command) or (siblings and [*command[:3]] == TORCHRUN)
+        if not options.get("fresh") and is_plain and preloaded(preload).fits(variables):
             interpreter = preloaded(preload)
-        cwd = options.get("cwd") or self.folder
         running = RunningScript(
-            command, cwd=cwd, env=variables, stdin=options.get("stdin"), interpreter=interpreter
+            command,
+            cwd=options.get("cwd") or self.folder,
+            env=variables,
+            stdin=options.get("stdin"),
+            interpreter=interpreter,
+            siblings=siblings,
         )
         self._running.append(running)
         return running
