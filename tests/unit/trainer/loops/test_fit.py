@@ -483,12 +483,6 @@ def test_nothing_to_optimise(tmp_path: Path, returned: Any) -> None:
     assert torch.equal(model.layer.weight, Line().layer.weight)
 
 
-def test_no_training_module(tmp_path: Path) -> None:
-    """A plain torch module is refused."""
-    with pytest.raises(InvalidTypeError, match="expected an instance of TrainingModule"):
-        trainer(tmp_path).fit(nn.Linear(1, 1), loader())  # type: ignore[arg-type]  # that is the point
-
-
 def test_missing_parts(tmp_path: Path) -> None:
     """A module without the step or the loader that a stage needs is refused before anything runs."""
     train = trainer(tmp_path)
@@ -496,21 +490,6 @@ def test_missing_parts(tmp_path: Path) -> None:
         train.fit(Line())
     with pytest.raises(ConfigurationError, match=r"TrainingModule does not define test_step"):
         train.test(TrainingModule(), loader())
-
-
-def test_own_loaders(tmp_path: Path) -> None:
-    """A module may bring its loaders."""
-
-    class WithLoaders(Line):
-        def train_dataloader(self) -> Any:
-            return loader(4)
-
-        def val_dataloader(self) -> Any:
-            return loader(2)
-
-    model = WithLoaders()
-    trainer(tmp_path).fit(model)
-    assert model.seen == ["train 0", "train 1", "validate 0"]
 
 
 def test_facts_of_the_module(tmp_path: Path) -> None:
