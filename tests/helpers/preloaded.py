@@ -142,6 +142,7 @@ class PreloadedInterpreter:
         env: Mapping[str, str],
         streams: Sequence[int],
         siblings: int = 0,
+        namespace: str = "",
     ) -> ForkedProgram:
         """Run a file or module with arguments in a session of its own.
 
@@ -151,6 +152,7 @@ class PreloadedInterpreter:
             env: all variables.
             streams: descriptors of stdin, stdout and stderr.
             siblings: how many of the Python files that the program starts are forks, too.
+            namespace: the network namespace that the program runs in.
         """
         number = next(self._numbers)
         marker = f"{processes.MARKER}={env[processes.MARKER]}"
@@ -161,6 +163,7 @@ class PreloadedInterpreter:
             "env": {**env},
             "marker": marker,
             "siblings": siblings,
+            "namespace": namespace,
         }
         socket.send_fds(self._channel, [json.dumps(request).encode()], list(streams))
         while (pid := self._facts.pop((number, "pid"), None)) is None:

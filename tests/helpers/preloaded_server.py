@@ -25,6 +25,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 _LONGEST_REQUEST = 1 << 20
+_CLONE_NEWNET = 0x40000000  # setns(2)
 
 
 def serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
@@ -71,6 +72,9 @@ def prepare(request: dict[str, Any], streams: list[int]) -> None:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
+    if request["namespace"]:
+        with Path("/run/netns", request["namespace"]).open() as namespace:
+            assert ctypes.CDLL(None).setns(namespace.fileno(), _CLONE_NEWNET) == 0
     write_into_initial_environment(request["marker"])
 
 
@@ -162,6 +166,8 @@ def start_reserved(reserved: list[tuple[socket.socket, int]]) -> None:
 
 def become_started(channel: socket.socket) -> dict[str, Any]:
     """Wait for a request, and take its descriptors, session and signals."""
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # which the whole process group may get
+    handlers = [signal.signal(number, signal.SIG_IGN) for number in numbers]
     text, received = socket.recv_fds(channel, _LONGEST_REQUEST, 64)[:2]
     if not text:
         os._exit(0)
@@ -179,6 +185,8 @@ def become_started(channel: socket.socket) -> dict[str, Any]:
         os.close(number)
     if request["new_session"]:
         os.setsid()
+    for number, handler in zip(numbers, handlers, strict=True):
+        signal.signal(number, handler)
     for number in request["ignored"]:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])

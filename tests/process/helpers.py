@@ -74,7 +74,9 @@ class Cases:
         self, *command: str, variables: Sequence[Mapping[str, str]], siblings: int = 0
     ) -> list[ScriptResult]:
         """Run a function in several processes at once, each with variables of its own."""
-        path, preload = Path(str(self.module.__file__)), (*TORCH, self.module.__name__)
+        path = Path(str(self.module.__file__))
+        # A sibling takes its place in the job when rankwise is imported.
+        preload = TORCH if siblings else (*TORCH, self.module.__name__)
         start = partial(self.run_script.start, path, *command, preload=preload, siblings=siblings)
         running = [start(env=with_tests(each)) for each in variables]
         return [each.finish() for each in running]

@@ -95,7 +95,7 @@ def test_a_checkpoint_in_a_script(who: int, command: str, tmp_path: Path, run_sc
     """So it does where the main process is rank 0, and under torchrun."""
     path = tmp_path / "failed.ckpt"
     program = [*(TORCHRUN if command == "torchrun" else (sys.executable,)), str(run_script.write(SCRIPT))]
-    result = run_script.command([*program, str(who), str(path)], env=with_tests())
+    result = run_script.command([*program, str(who), str(path)], env=with_tests(), siblings=2)
     assert result.returncode == 1, result
     assert "ValueError: the first failure" in result.stderr, result
     check_continues(path)
@@ -114,7 +114,7 @@ HANGING_SCRIPT = SCRIPT.replace("Saves(path)", "Hangs()")
 @pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_hook_that_hangs_in_a_script(who: int, tmp_path: Path, run_script: ScriptRunner) -> None:
     """So it does where rank 0 is the main process."""
-    result = run_script(HANGING_SCRIPT, str(who), "-", env=with_tests())
+    result = run_script(HANGING_SCRIPT, str(who), "-", env=with_tests(), siblings=1)
     assert result.returncode == 1, result
     assert "ValueError: the first failure" in result.stderr, result
 

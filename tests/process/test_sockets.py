@@ -4,7 +4,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -125,19 +124,7 @@ def test_a_job_listens_on_loopback_only(
 ) -> None:
     """Every listening socket is on 127.0.0.1; a store has one only with `rendezvous="tcp"`."""
     stop = tmp_path / "stop"
-    script = run_script.write(JOB)
-    command = [
-        "ip",
-        "netns",
-        "exec",
-        namespace,
-        sys.executable,
-        str(script),
-        start_method,
-        rendezvous,
-        str(stop),
-    ]
-    running = run_script.start_command(command)
+    running = run_script.start(JOB, start_method, rendezvous, str(stop), namespace=namespace, siblings=1)
     running.wait_for("up", count=2)
     listeners = _listeners(namespace)
     stop.touch()
@@ -153,9 +140,7 @@ def test_a_fit_listens_on_loopback_only(
 ) -> None:
     """During `fit`, after `new_group`: each rank's two gloo sockets are all that listens, on 127.0.0.1."""
     stop = tmp_path / "stop"
-    script = run_script.write(FIT)
-    command = ["ip", "netns", "exec", namespace, sys.executable, str(script), strategy, str(stop)]
-    running = run_script.start_command(command)
+    running = run_script.start(FIT, strategy, str(stop), namespace=namespace)
     running.wait_for("up", count=2)
     listeners = _listeners(namespace)
     stop.touch()
