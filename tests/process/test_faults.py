@@ -51,10 +51,7 @@ def _check(cell: Cell, start_method: str, folder: Path) -> None:
 ELSEWHERE = {cell for cell in CELLS if cell[3] == "private" and cell[2] in ("before", "step")}
 PRIVATE = {cell for cell in CELLS if cell[3] == "private"} - ELSEWHERE
 OVER_TCP = {cell for cell in CELLS if cell[1] in ("raise", "kill") and cell[2] in ("before", "step", "store")}
-SPAWNED: set[Cell] = {
-    (1, "raise", "sleep", "tcp"),
-    (0, "_exit", "before", "private"),
-}
+SPAWNED: set[Cell] = {(1, "_exit", "sleep", "tcp")}
 
 
 @_table(PRIVATE | OVER_TCP, but=ELSEWHERE)

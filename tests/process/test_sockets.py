@@ -167,7 +167,7 @@ def _side_by_side(jobs: int, threads: int, rendezvous: str) -> list[float]:
 @pytest.mark.parametrize("jobs", [4, pytest.param(34, marks=pytest.mark.soak)])
 def test_jobs_meet_no_port_conflict(jobs: int) -> None:
     """Jobs with a TCP store each, of two independent programs."""
-    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(2, get_context("fork")) as pool:
         totals = [pool.submit(_side_by_side, jobs // 2, 1, "tcp") for _ in range(2)]
         assert [total for job in totals for total in job.result()] == [2.0] * jobs
 

@@ -339,38 +339,6 @@ def test_a_limit_of_zero_trains_nothing(tmp_path: Path) -> None:
     assert model.seen == []
 
 
-def test_order_of_hooks(tmp_path: Path) -> None:
-    """Hooks come in the documented order: callbacks before the module."""
-    seen: list[str] = []
-    callback = Callback()
-    for name in dir(Callback):
-        if name.startswith("on_") or name in ("setup", "teardown"):
-            setattr(callback, name, lambda *_, name=name: seen.append(name))
-    trainer(tmp_path, callbacks=callback, limit_train_batches=1).fit(Line(), loader(), loader(2))
-    assert seen == [
-        "setup",
-        "on_fit_start",
-        "on_train_start",
-        "on_train_epoch_start",
-        "on_train_batch_start",
-        "on_before_zero_grad",
-        "on_before_backward",
-        "on_after_backward",
-        "on_before_optimizer_step",
-        "on_train_batch_end",
-        "on_validation_start",
-        "on_validation_epoch_start",
-        "on_validation_batch_start",
-        "on_validation_batch_end",
-        "on_validation_epoch_end",
-        "on_validation_end",
-        "on_train_epoch_end",
-        "on_train_end",
-        "on_fit_end",
-        "teardown",
-    ]
-
-
 def test_exception(tmp_path: Path) -> None:
     """An exception reaches the callbacks and the caller, and teardown hooks run."""
     seen: list[str] = []
