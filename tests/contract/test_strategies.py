@@ -111,7 +111,7 @@ def _in_tiers(*, soak: Sequence[str]) -> list[Any]:
 
 
 LAUNCHED = _in_tiers(soak=SLOW)
-LAUNCHED_TWICE = _in_tiers(soak=(*SLOW, "ddp_spawn"))
+LAUNCHED_TWICE = _in_tiers(soak=(*SLOW, "ddp_spawn", "ddp_elastic"))
 
 
 @pytest.fixture(scope="module", params=LAUNCHED)
