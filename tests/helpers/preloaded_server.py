@@ -89,8 +89,11 @@ def run(request: dict[str, Any]) -> None:
     path, *args = [word for word in request["command"] if word != "-u"]
     installed, spec, folder = sys.path[len(_STARTED_WITH) :], None, str(Path(path).resolve().parent)
     if path == "-m":
-        spec, folder = importlib.util.find_spec(args.pop(0)), str(Path.cwd())
-        assert spec is not None
+        name, folder = args.pop(0), str(Path.cwd())
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:  # a package
+            spec = importlib.util.find_spec(f"{name}.__main__")
+        assert spec is not None, name
         path = str(spec.origin)
     sys.argv[:] = [path, *args]
     sys.path[:] = [folder, *python_path(), *installed]

@@ -26,8 +26,6 @@ WITHOUT_COVERAGE: Mapping[str, str | None] = {"COVERAGE_PROCESS_START": None, "C
 """`env=` for a program whose time is measured."""
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-
 _BLOCKED_S = 0.3
 
 
@@ -222,8 +220,9 @@ class Options(TypedDict, total=False):
             collector looks at (what is imported already is frozen), and in a frame below the program's own.
         preload: names of modules; there is one interpreter for each such tuple.
         siblings: how many processes to fork for the Python files that the program will start by
-            `subprocess`, as `strategy="ddp"` and torchrun (`-m torch.distributed.run`) do: importing torch
-            anew takes seconds. For tests whose subject is not how a rank starts.
+            `subprocess`, as `strategy="ddp"` and torchrun do: importing torch anew takes seconds. The
+            program itself may be a module then (`-m torch.distributed.run`). For tests whose subject is not
+            how a rank starts.
         namespace: the network namespace that the program runs in; this process's, if it is empty.
     """
 
@@ -292,7 +291,7 @@ class ScriptRunner:
         preload, namespace = options.get("preload", TORCH), options.get("namespace", "")
         start: Callable[..., Program] = partial(_start_new, namespace=namespace)
         siblings = options.get("siblings", 0)
-        is_plain = _is_plain(command) or (siblings and [*command[:3]] == TORCHRUN)
+        is_plain = _is_plain(command) or (siblings and [*command[:2]] == [sys.executable, "-m"])
         if not options.get("fresh") and is_plain and preloaded(preload).fits(variables):
             fork = preloaded(preload).start
             start = lambda words, **more: fork(words[1:], siblings=siblings, namespace=namespace, **more)  # noqa: E731
