@@ -59,28 +59,6 @@ def test_logged_weights(mode: str, bucket_cap_mb: float) -> None:
         assert reductions == as_many > 0
 
 
-def test_several_windows_and_rebuilt_buckets() -> None:
-    """The weights of a window do not affect the next one, also when DDP rebuilds its buckets."""
-
-    def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> list[Tensor]:
-        seen = []
-        for step in range(4):
-            wrapped.zero_grad()
-            size = 1 + (step + strategy.global_rank) % 3
-            with strategy.gradient_sync_context(wrapped):
-                samples = batch(strategy.global_rank, step, size)
-                strategy.weighted_loss(loss_of(wrapped, samples), torch.tensor(float(size))).backward()
-            seen.append(torch.cat([p.grad.flatten() for p in wrapped.parameters() if p.grad is not None]))
-        return seen
-
-    model = net()
-    for seen in on_ranks(2, train, model, gradient_weighting="logged", bucket_cap_mb=0.0001):
-        for step, mine in enumerate(seen):
-            samples = [batch(rank, step, 1 + (step + rank) % 3) for rank in range(2)]
-            theirs = torch.cat([g.flatten() for g in alone(model, samples) if g is not None])
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
-
-
 def test_a_window_of_no_weight() -> None:
     """If every weight is 0, the gradients are zeros, not NaN."""
 
