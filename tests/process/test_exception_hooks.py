@@ -89,7 +89,8 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 @pytest.mark.parametrize(
-    ("who", "command"), [(0, "python"), (1, "python"), pytest.param(1, "torchrun", marks=pytest.mark.soak)]
+    ("who", "command"),
+    [(0, "python"), *(pytest.param(1, each, marks=pytest.mark.soak) for each in ("python", "torchrun"))],
 )
 def test_a_checkpoint_in_a_script(who: int, command: str, tmp_path: Path, run_script: ScriptRunner) -> None:
     """So it does where the main process is rank 0, and under torchrun."""

@@ -238,7 +238,7 @@ HELPER = """
 
 def test_a_program_that_a_script_starts_before_it_imports_rankwise(run_script: ScriptRunner) -> None:
     """The program does not take itself for the rank that has started it."""
-    result = run_script(HELPER)
+    result = run_script(HELPER, siblings=1)
     assert result.returncode == 0, result
     assert result.stdout.count("fine") == 2, result
 
