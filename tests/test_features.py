@@ -5,8 +5,6 @@ import re
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from tests.conftest import SLOW_FOLDERS
 
 REPOSITORY = Path(__file__).parents[1]
@@ -59,12 +57,12 @@ def test_there_are_rows() -> None:
     assert len(set(features)) == len(features)
 
 
-@pytest.mark.parametrize(("feature", "tests"), rows())
-def test_feature(feature: str, tests: list[str]) -> None:
+def test_features() -> None:
     """The tests of a row exist, one of them runs real processes, and one is in the default tier."""
-    assert missing(tests) == []
-    assert any(test.startswith(ON_PROCESSES) for test in tests), feature
-    assert any(map(is_in_default_tier, tests)), feature
+    for feature, tests in rows():
+        assert missing(tests) == [], feature
+        assert any(test.startswith(ON_PROCESSES) for test in tests), feature
+        assert any(map(is_in_default_tier, tests)), feature
 
 
 def test_unit_tests_are_of_the_default_tier() -> None:

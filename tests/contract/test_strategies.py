@@ -75,7 +75,7 @@ class _Results:
         return self._lives.get(name, lambda: life_of(name, _size(name)))
 
     def _rerun(self) -> tuple[dict[str, dict[int, Facts]], dict[str, Life]]:
-        result = ScriptRunner(self._folder)(SCRIPT, str(self._folder), *RERUN, env=with_tests())
+        result = ScriptRunner(self._folder)(SCRIPT, str(self._folder), *RERUN, env=with_tests(), siblings=1)
         assert result.returncode == 0, result
         found: tuple[Any, Any] = torch.load(self._folder / "results.pt", weights_only=False)
         return found
@@ -111,7 +111,7 @@ def _in_tiers(*, soak: Sequence[str]) -> list[Any]:
 
 
 LAUNCHED = _in_tiers(soak=SLOW)
-LAUNCHED_TWICE = _in_tiers(soak=(*SLOW, "ddp_spawn"))
+LAUNCHED_TWICE = _in_tiers(soak=(*SLOW, "ddp_spawn", "ddp_elastic"))
 
 
 @pytest.fixture(scope="module", params=LAUNCHED)

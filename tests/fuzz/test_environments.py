@@ -37,6 +37,7 @@ NODE_LISTS = ("gpu[08-10,3]", "login", "r[1-2]n[01-02]x", "n[1-", "]", "9", ",",
 COUNTS = ("2(x3)", "1", "4", "(x", ")", "9", ",")
 
 
+@pytest.mark.quick
 def test_launchers(fuzzing: Fuzzing) -> None:
     """The ranks, the address and the port that variables give, or our error."""
 

@@ -135,15 +135,24 @@ class PreloadedInterpreter:
         return _read_at_start(env) == _read_at_start(self._env) and _places(env) == _places(self._env)
 
     def start(
-        self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str], streams: Sequence[int]
+        self,
+        command: Sequence[str],
+        *,
+        cwd: Path,
+        env: Mapping[str, str],
+        streams: Sequence[int],
+        siblings: int = 0,
+        namespace: str = "",
     ) -> ForkedProgram:
-        """Run a file with arguments in a session of its own.
+        """Run a file or module with arguments in a session of its own.
 
         Args:
-            command: the file and its arguments.
+            command: the file and its arguments; or "-m", the module and its arguments.
             cwd: the working directory.
             env: all variables.
             streams: descriptors of stdin, stdout and stderr.
+            siblings: how many of the Python files that the program starts are forks, too.
+            namespace: the network namespace that the program runs in.
         """
         number = next(self._numbers)
         marker = f"{processes.MARKER}={env[processes.MARKER]}"
@@ -153,6 +162,8 @@ class PreloadedInterpreter:
             "cwd": str(cwd),
             "env": {**env},
             "marker": marker,
+            "siblings": siblings,
+            "namespace": namespace,
         }
         socket.send_fds(self._channel, [json.dumps(request).encode()], list(streams))
         while (pid := self._facts.pop((number, "pid"), None)) is None:

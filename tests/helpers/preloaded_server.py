@@ -5,13 +5,17 @@ for the program alone, but for the modules that are imported already.
 """
 
 import ctypes
+import fcntl
 import gc
-import importlib
+import importlib.util
+import inspect
 import json
 import multiprocessing
 import os
 import select
+import signal
 import socket
+import subprocess
 import sys
 import tempfile
 from importlib.machinery import SourceFileLoader
@@ -21,6 +25,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 _LONGEST_REQUEST = 1 << 20
+_CLONE_NEWNET = 0x40000000  # setns(2)
 
 
 def serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
@@ -67,16 +72,130 @@ def prepare(request: dict[str, Any], streams: list[int]) -> None:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
+    if request["namespace"]:
+        with Path("/run/netns", request["namespace"]).open() as namespace:
+            assert ctypes.CDLL(None).setns(namespace.fileno(), _CLONE_NEWNET) == 0
+    write_into_initial_environment(request["marker"])
+
+
+def run(request: dict[str, Any]) -> None:
+    """Run the program, in its folder, with its variables and arguments."""
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    write_into_initial_environment(request["marker"])
-    path, *args = request["command"]
+    sys.orig_argv[:] = [sys.executable, *request["command"]]
+    if request["command"][0] == "-u":
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # of an interpreter that prints
+    path, *args = [word for word in request["command"] if word != "-u"]
+    installed, spec, folder = sys.path[len(_STARTED_WITH) :], None, str(Path(path).resolve().parent)
+    if path == "-m":
+        name, folder = args.pop(0), str(Path.cwd())
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:  # a package
+            spec = importlib.util.find_spec(f"{name}.__main__")
+        assert spec is not None, name
+        path = str(spec.origin)
     sys.argv[:] = [path, *args]
-    sys.orig_argv[:] = [sys.executable, path, *args]
-    installed = sys.path[len(_STARTED_WITH) :]
-    sys.path[:] = [str(Path(path).resolve().parent), *python_path(), *installed]
+    sys.path[:] = [folder, *python_path(), *installed]
     renew_what_imports_recorded()
+    main = main_module(Path(path).absolute())
+    if spec is not None:
+        main.__spec__, main.__package__ = spec, spec.parent
+    try:
+        exec(code_of(Path(path)), vars(main))
+    except BaseException as error:
+        if not isinstance(error, SystemExit):
+            hide_these_frames()
+        raise
+
+
+def reserve(count: int) -> dict[str, Any] | None:
+    """Fork processes which become the first programs that `subprocess.Popen` starts with this interpreter.
+
+    They have imported what this process has imported now. What no program needs ends with this process.
+
+    Returns:
+        In a forked process, the request; None in this one.
+    """
+    reserved: list[tuple[socket.socket, int]] = []
+    for _ in range(count):
+        ours, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid == 0:
+            for each in (ours, *(channel for channel, _ in reserved)):
+                each.close()
+            return become_started(others)
+        others.close()
+        reserved.append((ours, pid))
+    if reserved:
+        start_reserved(reserved)
+    return None
+
+
+def start_reserved(reserved: list[tuple[socket.socket, int]]) -> None:
+    """Let `subprocess.Popen` use these processes, as long as there are any."""
+    plain: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined]  # in no stub
+    parameters = inspect.signature(plain)
+
+    def execute(popen: Any, *arguments: Any) -> None:
+        given = parameters.bind(popen, *arguments).arguments
+        executable, *command = map(str, given["args"])
+        streams = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
+        has_pipes = given["p2cwrite"] != -1 or given["c2pread"] != -1 or given["errread"] != -1
+        is_script = command[command[:1] == ["-u"]].endswith(".py")
+        if not reserved or executable != sys.executable or not is_script or has_pipes:
+            plain(popen, *arguments)
+            return
+        channel, pid = reserved.pop(0)
+        streams = [number if stream == -1 else stream for number, stream in enumerate(streams)]
+        request = {
+            "command": command,
+            "cwd": str(given["cwd"] or Path.cwd()),
+            "env": {**(os.environ if given["env"] is None else given["env"])},
+            "descriptors": [0, 1, 2, *given["pass_fds"]],
+            "new_session": given["start_new_session"],
+            "blocked": [*signal.pthread_sigmask(signal.SIG_BLOCK, ())],
+            "ignored": [
+                number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN
+            ],
+        }
+        with channel:
+            socket.send_fds(channel, [json.dumps(request).encode()], [*streams, *given["pass_fds"]])
+            channel.recv(1)
+        popen.pid, popen._child_created = pid, True
+
+    subprocess.Popen._execute_child = execute  # type: ignore[attr-defined]  # in no stub
+
+
+def become_started(channel: socket.socket) -> dict[str, Any]:
+    """Wait for a request, and take its descriptors, session and signals."""
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # which the whole process group may get
+    handlers = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    text, received = socket.recv_fds(channel, _LONGEST_REQUEST, 64)[:2]
+    if not text:
+        os._exit(0)
+    request: dict[str, Any] = json.loads(text)
+    highest = max(request["descriptors"]) + 1
+    with_room = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, highest) for number in received]
+    if channel.fileno() < highest:
+        moved = socket.socket(fileno=fcntl.fcntl(channel, fcntl.F_DUPFD_CLOEXEC, highest))
+        channel.close()
+        channel = moved
+    for number in received:
+        os.close(number)
+    for number, target in zip(with_room, request["descriptors"], strict=True):
+        os.dup2(number, target)
+        os.close(number)
+    if request["new_session"]:
+        os.setsid()
+    for number, handler in zip(numbers, handlers, strict=True):
+        signal.signal(number, handler)
+    for number in request["ignored"]:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
+    channel.send(b"1")
+    channel.close()
+    return request
 
 
 def python_path() -> list[str]:
@@ -159,11 +278,5 @@ if __name__ == "__main__":
         prepare(*found)
         send(channel, {"number": found[0]["number"], "pid": os.getpid()})
         channel.close()
-        program = Path(found[0]["command"][0]).absolute()
-        main = main_module(program)
-        try:
-            exec(code_of(program), vars(main))
-        except BaseException as error:
-            if not isinstance(error, SystemExit):
-                hide_these_frames()
-            raise
+        request = found[0]
+        run(reserve(request["siblings"]) or request)

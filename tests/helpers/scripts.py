@@ -8,9 +8,10 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, TypedDict
 
@@ -19,7 +20,7 @@ from typing_extensions import Unpack
 
 from tests.helpers import processes
 from tests.helpers.load import slowdown
-from tests.helpers.preloaded import TORCH, PreloadedInterpreter, Program, preloaded
+from tests.helpers.preloaded import TORCH, Program, preloaded
 
 WITHOUT_COVERAGE: Mapping[str, str | None] = {"COVERAGE_PROCESS_START": None, "COVERAGE_PROCESS_CONFIG": None}
 """`env=` for a program whose time is measured."""
@@ -58,7 +59,7 @@ class RunningScript:
         cwd: Path,
         env: Mapping[str, str],
         stdin: str | None,
-        interpreter: PreloadedInterpreter | None = None,
+        start: Callable[..., Program],
     ) -> None:
         self.command = tuple(command)
         self._stdout: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by _close
@@ -66,8 +67,8 @@ class RunningScript:
         self._marker = env[processes.MARKER]
         self._started = time.monotonic()
         with _input(stdin) as stdin_file:
-            streams = (stdin_file, self._stdout, self._stderr)
-            self.popen: Program = _start(interpreter, self.command, cwd, env, streams)
+            streams = [file.fileno() for file in (stdin_file, self._stdout, self._stderr)]
+            self.popen: Program = start(self.command, cwd=cwd, env=env, streams=streams)
 
     @property
     def pid(self) -> int:
@@ -195,18 +196,12 @@ def _input(text: str | None) -> Iterator[IO[bytes]]:
         yield file
 
 
-def _start(
-    interpreter: PreloadedInterpreter | None,
-    command: Sequence[str],
-    cwd: Path,
-    env: Mapping[str, str],
-    streams: tuple[IO[bytes], IO[bytes], IO[bytes]],
+def _start_new(
+    command: Sequence[str], *, cwd: Path, env: Mapping[str, str], streams: Sequence[int], namespace: str = ""
 ) -> Program:
-    """Start a command; with an interpreter, fork it from that."""
-    if interpreter is not None:
-        numbers = [stream.fileno() for stream in streams]
-        return interpreter.start(command[1:], cwd=cwd, env=env, streams=numbers)
+    """Start a command."""
     stdin, stdout, stderr = streams
+    command = ["ip", "netns", "exec", namespace, *command] if namespace else command
     return subprocess.Popen(
         command, cwd=cwd, env=env, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
     )
@@ -224,6 +219,11 @@ class Options(TypedDict, total=False):
             reads when it starts. That differs in `sys.modules`, in the parent process, in what the garbage
             collector looks at (what is imported already is frozen), and in a frame below the program's own.
         preload: names of modules; there is one interpreter for each such tuple.
+        siblings: how many processes to fork for the Python files that the program will start by
+            `subprocess`, as `strategy="ddp"` and torchrun do: importing torch anew takes seconds. The
+            program itself may be a module then (`-m torch.distributed.run`). For tests whose subject is not
+            how a rank starts.
+        namespace: the network namespace that the program runs in; this process's, if it is empty.
     """
 
     env: Mapping[str, str | None] | None
@@ -231,6 +231,8 @@ class Options(TypedDict, total=False):
     stdin: str | None
     fresh: bool
     preload: tuple[str, ...]
+    siblings: int
+    namespace: str
 
 
 class ScriptRunner:
@@ -286,12 +288,19 @@ class ScriptRunner:
         variables |= {name: value for name, value in changes.items() if value is not None}
         outer = os.environ.get(processes.MARKER, str(os.getpid()))  # none is set for a module's fixture
         variables[processes.MARKER] = f"{outer}/{id(self)}/{len(self._running)}"
-        interpreter, preload = None, options.get("preload", TORCH)
-        if not options.get("fresh") and _is_plain(command) and preloaded(preload).fits(variables):
-            interpreter = preloaded(preload)
-        cwd = options.get("cwd") or self.folder
+        preload, namespace = options.get("preload", TORCH), options.get("namespace", "")
+        start: Callable[..., Program] = partial(_start_new, namespace=namespace)
+        siblings = options.get("siblings", 0)
+        is_plain = _is_plain(command) or (siblings and [*command[:2]] == [sys.executable, "-m"])
+        if not options.get("fresh") and is_plain and preloaded(preload).fits(variables):
+            fork = preloaded(preload).start
+            start = lambda words, **more: fork(words[1:], siblings=siblings, namespace=namespace, **more)  # noqa: E731
         running = RunningScript(
-            command, cwd=cwd, env=variables, stdin=options.get("stdin"), interpreter=interpreter
+            command,
+            cwd=options.get("cwd") or self.folder,
+            env=variables,
+            stdin=options.get("stdin"),
+            start=start,
         )
         self._running.append(running)
         return running

@@ -113,6 +113,33 @@ def test_what_is_read_at_the_start_is_read(run_script: ScriptRunner) -> None:
     assert not is_preloaded(run_script, fresh=True)
 
 
+STARTS_ITSELF = """
+    import os, signal, subprocess, sys
+
+    if len(sys.argv) == 1:
+        reader, writer = os.pipe()
+        for number in range(2):
+            command = [sys.executable, "-u", __file__, str(number), str(writer)]
+            env = {**os.environ, "RW_GIVEN": "value"}
+            popen = subprocess.Popen(command, cwd="/", env=env, pass_fds=[writer], start_new_session=True)
+            print(popen.wait(), os.read(reader, 100) == f"{popen.pid}".encode(), flush=True)
+    else:
+        os.write(int(sys.argv[2]), f"{os.getpid()}".encode())
+        facts = [sys.argv[1:2], os.getcwd(), os.environ["RW_GIVEN"], os.getsid(0) == os.getpid()]
+        print("torch" in sys.modules, facts, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.full
+def test_what_a_program_starts_can_be_a_fork_too(run_script: ScriptRunner) -> None:
+    """It has the folder, variables, descriptors, session and end that `subprocess` gives."""
+    result = run_script(STARTS_ITSELF, siblings=1)
+    facts = "['{}'], '/', 'value', True]"
+    first, second = (f"{forked} [{facts.format(number)}\n" for number, forked in enumerate((True, False)))
+    assert result.stdout == f"{first}-9 True\n{second}-9 True\n", result
+
+
 def test_a_command_reads_stdin(run_script: ScriptRunner) -> None:
     """Any command can be run, and given something to read."""
     result = run_script.command([sys.executable, "-"], stdin="print(6 * 7)")

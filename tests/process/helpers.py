@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,16 +64,21 @@ class Cases:
     module: ModuleType
     run_script: ScriptRunner
 
-    def __call__(self, *command: str, env: Mapping[str, str] | None = None) -> ScriptResult:
+    def __call__(
+        self, *command: str, env: Mapping[str, str] | None = None, siblings: int = 0
+    ) -> ScriptResult:
         """Run a function, given by its name and arguments, with variables added."""
-        return self.on_each(*command, variables=[env or {}])[0]
+        return self.on_each(*command, variables=[env or {}], siblings=siblings)[0]
 
-    def on_each(self, *command: str, variables: Sequence[Mapping[str, str]]) -> list[ScriptResult]:
+    def on_each(
+        self, *command: str, variables: Sequence[Mapping[str, str]], siblings: int = 0
+    ) -> list[ScriptResult]:
         """Run a function in several processes at once, each with variables of its own."""
-        path, preload = Path(str(self.module.__file__)), (*TORCH, self.module.__name__)
-        running = [
-            self.run_script.start(path, *command, env=with_tests(each), preload=preload) for each in variables
-        ]
+        path = Path(str(self.module.__file__))
+        # A sibling takes its place in the job when rankwise is imported.
+        preload = TORCH if siblings else (*TORCH, self.module.__name__)
+        start = partial(self.run_script.start, path, *command, preload=preload, siblings=siblings)
+        running = [start(env=with_tests(each)) for each in variables]
         return [each.finish() for each in running]
 
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from rankwise.checkpoint import AsyncCheckpointIO, CheckpointIO, TorchCheckpoint
 from rankwise.errors import CheckpointError
 from rankwise.strategies import Strategy
 from tests.helpers.scripts import ScriptRunner
-from tests.process.helpers import ddp
 
 SOAK = pytest.param(50, marks=pytest.mark.soak)
 MEBIBYTE = 1 << 20
@@ -169,39 +167,8 @@ def test_no_permission(run_script: ScriptRunner) -> None:
     assert TorchCheckpointIO().load_checkpoint(path) == {"step": 1}
 
 
-class OwnError(Exception):
-    """An error that has no text, and that other processes cannot read."""
-
-    def __init__(self, code: int, text: str) -> None:
-        super().__init__(code)
-
-    def __str__(self) -> str:
-        raise ValueError
-
-
-class Failing(CheckpointIO):
-    """Writes nothing."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
-        raise OwnError(3, "no")
-
-    def load_checkpoint(self, path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
-        raise NotImplementedError
-
-    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        raise NotImplementedError
-
-
 def save(strategy: Strategy, path: Path) -> str:
     """Return the error's text."""
     with pytest.raises(CheckpointError) as caught:
         strategy.save_checkpoint({}, path)
     return str(caught.value)
-
-
-def test_an_error_of_the_users_own(tmp_path: Path) -> None:
-    """Whatever a `CheckpointIO` raises, all ranks raise that the checkpoint could not be written."""
-    strategy = ddp("fork", checkpoint_io=Failing())
-    strategy.launch(save, tmp_path / "a.ckpt")
-    assert strategy.results[0] == strategy.results[1]
-    assert "a.ckpt': could not be written: OwnError" in strategy.results[0]

@@ -52,7 +52,7 @@ def test_scripts(command: tuple[str, ...], run_script: ScriptRunner) -> None:
 
         fit_one_step("ddp", callbacks=[Drift()])
         """)
-    result = run_script.command([sys.executable, *command, str(path)], env=with_tests())
+    result = run_script.command([sys.executable, *command, str(path)], env=with_tests(), siblings=2)
     assert result.returncode == 1, result
     assert "RankMismatchError: " in result.stderr, result
     assert "the values of parameter 'net.2.bias'" in result.stderr, result

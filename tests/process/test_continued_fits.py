@@ -34,6 +34,6 @@ def test_in_a_script(launcher: list[str], kind: str, tmp_path: Path, run_script:
     """So do the processes of a script, which keep their own states; optimizers may be sharded over them."""
     script = Path(continued_tasks.__file__)
     command = [sys.executable, *launcher, str(script), "ddp", str(tmp_path), kind]
-    result = run_script.command(command, env=with_tests())
+    result = run_script.command(command, env=with_tests(), siblings=2)
     assert result.returncode == 0, result
     assert [json.loads(line) for line in result.stdout.splitlines()] == [[], []]

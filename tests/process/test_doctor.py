@@ -4,15 +4,18 @@ import json
 import sys
 from typing import Any
 
+import pytest
+
 from tests.helpers.ports import free_port
 from tests.helpers.scripts import ScriptRunner
 
 DOCTOR = (sys.executable, "-m", "rankwise", "doctor")
 
 
-def test_alone(run_script: ScriptRunner) -> None:
-    """Two local ranks reduce correctly, and every start method is tried."""
-    result = run_script.command([*DOCTOR, "--json"], timeout=110)
+@pytest.mark.parametrize("options", [["--no-start-methods"], pytest.param([], marks=pytest.mark.soak)])
+def test_alone(options: list[str], run_script: ScriptRunner) -> None:
+    """Two local ranks reduce correctly, and every start method is tried (in tests/cluster, too)."""
+    result = run_script.command([*DOCTOR, "--json", *options], timeout=110, siblings=len(options))
     assert result.returncode == 0, result
     report: dict[str, Any] = json.loads(result.stdout)
     assert report["ok"] is True
@@ -21,8 +24,8 @@ def test_alone(run_script: ScriptRunner) -> None:
     measured = report["collectives"]["all_reduce"]
     assert [one["size"] for one in measured] == [4, 2**12, 2**18, 2**22, 2**25]
     assert all(one["is_right"] and one["seconds"] > 0 for one in measured)
-    tried = {method: result["works"] for method, result in report["start_methods"].items()}
-    assert tried == dict.fromkeys(("popen", "spawn", "fork", "forkserver"), True)
+    tried = {method: result["works"] for method, result in report.get("start_methods", {}).items()}
+    assert tried == ({} if options else dict.fromkeys(("popen", "spawn", "fork", "forkserver"), True))
     assert all(f"doctor: starting two processes by {method!r}" in result.stderr for method in tried)
 
 
@@ -35,7 +38,7 @@ def test_a_rank_that_does_not_come(run_script: ScriptRunner) -> None:
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(free_port()),
     }
-    result = run_script.command([*DOCTOR, "--timeout", "2"], env=variables, timeout=60)
+    result = run_script.command([*DOCTOR, "--timeout", "2"], env=variables, timeout=60, siblings=1)
     assert result.returncode == 1, result
     assert "doctor: connecting 2 ranks (at most 2 s)" in result.stderr
     advice = result.stdout[result.stdout.index("What to fix") :]

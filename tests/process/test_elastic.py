@@ -246,7 +246,7 @@ AFTER_DDP = """
 
 def test_not_in_every_process_of_a_script(run_script: ScriptRunner) -> None:
     """After a job of "ddp" each process of the script would be an agent of its own: refused."""
-    result = run_script(AFTER_DDP)
+    result = run_script(AFTER_DDP, siblings=1)
     assert result.returncode == 1, result
     assert result.stdout.count("at work") == 2, result
     assert "ddp_elastic cannot start processes" in result.stderr, result  # two ranks print, in pieces

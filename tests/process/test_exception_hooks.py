@@ -89,13 +89,14 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 @pytest.mark.parametrize(
-    ("who", "command"), [(0, "python"), (1, "python"), pytest.param(1, "torchrun", marks=pytest.mark.soak)]
+    ("who", "command"),
+    [(0, "python"), *(pytest.param(1, each, marks=pytest.mark.soak) for each in ("python", "torchrun"))],
 )
 def test_a_checkpoint_in_a_script(who: int, command: str, tmp_path: Path, run_script: ScriptRunner) -> None:
     """So it does where the main process is rank 0, and under torchrun."""
     path = tmp_path / "failed.ckpt"
     program = [*(TORCHRUN if command == "torchrun" else (sys.executable,)), str(run_script.write(SCRIPT))]
-    result = run_script.command([*program, str(who), str(path)], env=with_tests())
+    result = run_script.command([*program, str(who), str(path)], env=with_tests(), siblings=2)
     assert result.returncode == 1, result
     assert "ValueError: the first failure" in result.stderr, result
     check_continues(path)
@@ -114,7 +115,7 @@ HANGING_SCRIPT = SCRIPT.replace("Saves(path)", "Hangs()")
 @pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_hook_that_hangs_in_a_script(who: int, tmp_path: Path, run_script: ScriptRunner) -> None:
     """So it does where rank 0 is the main process."""
-    result = run_script(HANGING_SCRIPT, str(who), "-", env=with_tests())
+    result = run_script(HANGING_SCRIPT, str(who), "-", env=with_tests(), siblings=1)
     assert result.returncode == 1, result
     assert "ValueError: the first failure" in result.stderr, result
 

@@ -95,7 +95,7 @@ def _torchrun(run_script: ScriptRunner, source: str, *args: str) -> ScriptResult
     script = run_script.write(source)
     # torchrun's own default is one fixed port, which another run on this machine may have
     options = ["--master-port", str(free_port()), "--no-python", sys.executable]
-    return run_script.command([*TORCHRUN, *options, str(script), *args], timeout=120)
+    return run_script.command([*TORCHRUN, *options, str(script), *args], timeout=120, siblings=2)
 
 
 @pytest.fixture

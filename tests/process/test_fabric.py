@@ -144,7 +144,7 @@ def check_weights(folder: Path) -> None:
 
 def test_the_rest_of_a_script_is_the_job(run_script: ScriptRunner) -> None:
     """`fabric.launch()` without a function: the script's end is the job's."""
-    result = run_script(SCRIPT, env=with_tests())
+    result = run_script(SCRIPT, env=with_tests(), siblings=1)
     assert result.returncode == 0, result
     assert result.stdout == "2.0\n"
     assert result.stderr == ""
@@ -153,7 +153,7 @@ def test_the_rest_of_a_script_is_the_job(run_script: ScriptRunner) -> None:
 
 def test_a_rank_that_fails_ends_the_script(run_script: ScriptRunner) -> None:
     """The script raises that rank's error, once, with its traceback, and exits with 1."""
-    result = run_script(SCRIPT, "fail", env=with_tests())
+    result = run_script(SCRIPT, "fail", env=with_tests(), siblings=1)
     assert result.returncode == 1, result
     assert "WorkerRaisedError: Worker global_rank=1" in result.stderr, result
     assert result.stderr.count("Traceback") == 1, result
@@ -164,7 +164,7 @@ def test_a_rank_that_fails_ends_the_script(run_script: ScriptRunner) -> None:
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.soak)])
 def test_the_exit_status_of_a_rank_is_the_cause(run_script: ScriptRunner, rank: int) -> None:
     """One that leaves with `sys.exit(3)` while others wait for it ends the script, with 3."""
-    result = run_script(SCRIPT, f"exit {rank}", env=with_tests())
+    result = run_script(SCRIPT, f"exit {rank}", env=with_tests(), siblings=1)
     assert result.returncode == 3, result
     assert f"WorkerExitedError: Worker global_rank={rank}" in result.stderr, result
     assert "exited with code 3" in result.stderr, result
@@ -174,7 +174,7 @@ def test_the_exit_status_of_a_rank_is_the_cause(run_script: ScriptRunner, rank: 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_rank_that_raises_system_exit(run_script: ScriptRunner, rank: int) -> None:
     """It is named where others wait for it; Python drops its code before exit hooks run."""
-    result = run_script(SCRIPT, f"raise {rank}", env=with_tests())
+    result = run_script(SCRIPT, f"raise {rank}", env=with_tests(), siblings=1)
     assert result.returncode == 1, result
     assert f"WorkerExitedError: Worker global_rank={rank}" in result.stderr, result
     assert "it raised SystemExit" in result.stderr, result

@@ -51,10 +51,7 @@ def _check(cell: Cell, start_method: str, folder: Path) -> None:
 ELSEWHERE = {cell for cell in CELLS if cell[3] == "private" and cell[2] in ("before", "step")}
 PRIVATE = {cell for cell in CELLS if cell[3] == "private"} - ELSEWHERE
 OVER_TCP = {cell for cell in CELLS if cell[1] in ("raise", "kill") and cell[2] in ("before", "step", "store")}
-SPAWNED: set[Cell] = {
-    (1, "raise", "sleep", "tcp"),
-    (0, "_exit", "before", "private"),
-}
+SPAWNED: set[Cell] = {(1, "_exit", "sleep", "tcp")}
 
 
 @_table(PRIVATE | OVER_TCP, but=ELSEWHERE)
@@ -104,7 +101,9 @@ RERUN_SCRIPT = """
 @_table(RERUN, but=LETHAL)
 def test_ddp(cell: Cell, run_script: ScriptRunner, tmp_path: Path) -> None:
     """A failure of a re-run script raises one exception in the main script in time, with the right rank."""
-    result = run_script(RERUN_SCRIPT, json.dumps([*cell, str(tmp_path / "stamp")]), env=with_tests())
+    result = run_script(
+        RERUN_SCRIPT, json.dumps([*cell, str(tmp_path / "stamp")]), env=with_tests(), siblings=1
+    )
     assert (result.returncode, result.stdout) == (0, "[]\n"), result
 
 
@@ -126,7 +125,7 @@ ONE_CELL = """
 def test_an_uncaught_failure_is_on_stderr_once(who: int, run_script: ScriptRunner, tmp_path: Path) -> None:
     """With no `except`, the script ends with 1, and stderr holds the failing rank's traceback once."""
     cell = json.dumps([who, "raise", "step", "private", str(tmp_path / "stamp")])
-    result = run_script(ONE_CELL, cell, env=with_tests())
+    result = run_script(ONE_CELL, cell, env=with_tests(), siblings=1)
     assert result.returncode == 1
     assert "went on" not in result.stdout
     assert result.stderr.count("in happen") == 1, result
@@ -146,7 +145,7 @@ def test_rank_zero_is_gone_at_once(
 ) -> None:
     """Under ddp rank 0 is the main process: its sudden end is the script's, and the other rank ends too."""
     cell = json.dumps([0, how, when, "private", str(tmp_path / "stamp")])
-    running = run_script.start(ONE_CELL, cell, env=with_tests())
+    running = run_script.start(ONE_CELL, cell, env=with_tests(), siblings=1)
     result = running.finish(leftover_grace_s=LIMIT_S)
     assert result.returncode == code
 
@@ -176,7 +175,7 @@ BUSY = """
 @pytest.mark.parametrize("what", ["step", pytest.param("sleep", marks=pytest.mark.soak)])
 def test_workers_leave_with_the_main_process(start_method: str, what: str, run_script: ScriptRunner) -> None:
     """After SIGKILL of the main process all workers end soon, whatever they are doing."""
-    running = run_script.start(BUSY, start_method, what)
+    running = run_script.start(BUSY, start_method, what, siblings=1)
     running.wait_for("busy", count=2)
     running.send_signal(signal.SIGKILL)
     assert running.finish(leftover_grace_s=LIMIT_S).returncode == -signal.SIGKILL

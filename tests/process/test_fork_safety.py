@@ -218,7 +218,7 @@ MAIN_KILLED = """
 )
 def test_data_workers_leave_with_the_main_process(start_method: str, run_script: ScriptRunner) -> None:
     """After SIGKILL of the main process the ranks and their sleeping loader workers end at once."""
-    running = run_script.start(MAIN_KILLED, start_method)
+    running = run_script.start(MAIN_KILLED, start_method, siblings=1)
     running.wait_for("loading", count=2)
     assert len(running.processes()) >= 6
     running.send_signal(signal.SIGKILL)

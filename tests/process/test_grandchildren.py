@@ -68,7 +68,7 @@ CHILD = """
 )
 def test_a_process_that_a_killed_rank_has_forked(state: str, method: str, run_script: ScriptRunner) -> None:
     """It ends with the rank, also while C code holds its interpreter's lock, or while it is suspended."""
-    result = run_script(WAIT + CHILD, method, state)
+    result = run_script(WAIT + CHILD, method, state, siblings=1)
     assert result.stdout == "1\ngone\n", result
 
 
@@ -101,7 +101,7 @@ LEAVES = """
 )
 def test_a_process_that_a_rank_leaves(state: str, method: str, run_script: ScriptRunner) -> None:
     """The launch does not wait for it, and it ends with the rank."""
-    result = run_script(WAIT + LEAVES, method, state)
+    result = run_script(WAIT + LEAVES, method, state, siblings=1)
     assert result.returncode == 0, result
     waited_s, gone = result.stdout.split()
     assert float(waited_s) < 4 * slowdown(), result

@@ -153,7 +153,7 @@ def test_a_program_that_has_left_a_removed_directory(
 )
 def test_a_rank_that_handles_sigusr2(how: str, method: str, cases: Cases) -> None:
     """The supervisor asks for its stacks by another signal, and the signal reaches the user's handler."""
-    result = cases("handles_sigusr2", method, how)
+    result = cases("handles_sigusr2", method, how, siblings=int(method == "popen"))
     assert "WorkerTimedOutError (1,)" in result.stdout, result
     assert "time.sleep" in result.stderr or ", line" in result.stderr, result
     expected = 0 if how != "before" or method in ("spawn", "forkserver") else 1
@@ -164,7 +164,7 @@ def test_a_rank_that_handles_sigusr2(how: str, method: str, cases: Cases) -> Non
 @computed_once
 def forking_script(cases: Cases) -> ScriptResult:
     """Run a script in which one rank forks after a job, and then the other one."""
-    return cases("forks_after_a_job")
+    return cases("forks_after_a_job", siblings=1)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

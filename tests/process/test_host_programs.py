@@ -43,7 +43,7 @@ cases = cases_of(host_cases)
 )
 def test_a_good_job(situation: str, method: str, cases: Cases) -> None:
     """A default timeout for sockets ends no channel; a rank whose exit code is unknown is good when done."""
-    result = cases("in_situation", situation, method, "good")
+    result = cases("in_situation", situation, method, "good", siblings=int(method == "popen"))
     assert result.returncode == 0, result
     assert result.stdout.count("fine") == (2 if method == "popen" else 1), result
 
@@ -58,7 +58,7 @@ def test_a_good_job(situation: str, method: str, cases: Cases) -> None:
 )
 def test_a_killed_rank_whose_exit_code_is_unknown(situation: str, method: str, cases: Cases) -> None:
     """The rank is named, and why its exit code is not known; where it is known all the same, the signal."""
-    result = cases("in_situation", situation, method, "bad")
+    result = cases("in_situation", situation, method, "bad", siblings=int(method == "popen"))
     assert result.returncode == 0, result
     how = "exited with an unknown code before it had finished", "was killed by SIGKILL"
     assert any(each in result.stdout for each in how), result
@@ -94,7 +94,7 @@ def test_signals_of_ranks_that_an_asyncio_program_forks(cases: Cases) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_host_whose_wake_up_descriptor_is_full(method: str, cases: Cases) -> None:
     """The event loop, which waits for the job, reads none of the signals that its timer goes on to send."""
-    result = cases("full_wake_up", method)
+    result = cases("full_wake_up", method, siblings=int(method == "popen"))
     assert result.returncode == 0, result
     assert "fine" in result.stdout, result
 
@@ -118,7 +118,7 @@ def test_a_title_that_is_cut_within_a_character(rank: int, method: str, cases: C
 
 def test_a_script_that_writes_to_its_channel(cases: Cases) -> None:
     """The rank is named, and the main process ends."""
-    result = cases("writes_to_channel")
+    result = cases("writes_to_channel", siblings=1)
     assert result.returncode == 1, result
     assert "global_rank=1" in result.stderr, result
     assert "what it sent is no message" in result.stderr, result
@@ -162,7 +162,7 @@ def test_the_first_rank_ends_without_pidfds(situation: str, method: str, cases: 
 @computed_once
 def forking_ranks(request: pytest.FixtureRequest, cases: Cases) -> ScriptResult:
     """Run a program in which each rank forks a process for each way to end."""
-    return cases("ranks_fork", request.param)
+    return cases("ranks_fork", request.param, siblings=int(request.param == "popen"))
 
 
 @pytest.mark.parametrize("how", FORK_ENDS)
@@ -190,7 +190,7 @@ MAIN_IS_A_RANK = ["popen", *(pytest.param(method, marks=pytest.mark.soak) for me
 )
 def test_a_rank_that_nothing_interrupts(how: str, method: str, cases: Cases) -> None:
     """It is killed; where it is rank 0 in the main process, that prints the cause and ends."""
-    result = cases("busy", method, how, "raise")
+    result = cases("busy", method, how, "raise", siblings=int(method == "popen"))
     assert result.returncode == 1, result
     assert "global_rank=1" in result.stderr, result
     assert "ValueError: the cause" in result.stderr, result
@@ -198,7 +198,7 @@ def test_a_rank_that_nothing_interrupts(how: str, method: str, cases: Cases) -> 
 
 def test_the_rest_of_a_script_in_which_a_rank_ends(cases: Cases) -> None:
     """Rank 0 comes to the end of its own; then the failure is reported."""
-    result = cases("rest_of_a_script")
+    result = cases("rest_of_a_script", siblings=1)
     assert result.stdout == "the rest\n", result
     assert result.returncode == 3, result
     assert "Worker global_rank=1" in result.stderr, result
@@ -206,19 +206,19 @@ def test_the_rest_of_a_script_in_which_a_rank_ends(cases: Cases) -> None:
 
 def test_a_main_process_that_saves_after_an_interrupt(cases: Cases) -> None:
     """What other ranks raise when they are stopped does not end it."""
-    result = cases("interrupted")
+    result = cases("interrupted", siblings=1)
     assert result.stdout == "saved\ninterrupted\n", result
 
 
 def test_a_busy_main_process_that_gets_sigterm(cases: Cases) -> None:
     """It ends after the grace period: no rank is left to wait for."""
-    result = cases("busy", "popen", "swallow", "sigterm")
+    result = cases("busy", "popen", "swallow", "sigterm", siblings=1)
     assert result.returncode == 128 + signal.SIGTERM, result
 
 
 def test_a_main_process_without_a_grace_period(cases: Cases) -> None:
     """It raises the error of a rank that fails, as it can be interrupted."""
-    result = cases("without_grace")
+    result = cases("without_grace", siblings=1)
     assert result.stdout.startswith("WorkerRaisedError 1 "), result
 
 
@@ -238,7 +238,7 @@ HELPER = """
 
 def test_a_program_that_a_script_starts_before_it_imports_rankwise(run_script: ScriptRunner) -> None:
     """The program does not take itself for the rank that has started it."""
-    result = run_script(HELPER)
+    result = run_script(HELPER, siblings=1)
     assert result.returncode == 0, result
     assert result.stdout.count("fine") == 2, result
 
@@ -247,6 +247,6 @@ def test_a_program_that_a_script_starts_before_it_imports_rankwise(run_script: S
 def test_a_script_that_launches_in_a_thread(tries: int, cases: Cases) -> None:
     """Python exits only when the threads of the group have ended, whichever thread has launched."""
     for _ in range(tries):
-        result = cases("launch_in_a_thread")
+        result = cases("launch_in_a_thread", siblings=1)
         assert result.returncode == 0, result
         assert result.stderr == "", result

@@ -35,42 +35,45 @@ ALL_WELL = f"ENDED {SECRET} 3.0"
 
 
 @pytest.fixture(scope="module")
-def beside_a_stranger() -> Iterator[tuple[list[str], dict[str, str | None]]]:
-    """Give what a command begins with, and variables, for a job that another user of the machine attacks.
+def beside_a_stranger() -> Iterator[tuple[str, dict[str, str | None]]]:
+    """Give a network namespace, and variables, for a job that another user of the machine attacks.
 
     Without root, it is the same user.
     """
     name = f"rankwise-impostor-{os.getpid()}"
     is_possible = os.getuid() == 0 and shutil.which("ip") is not None and Path("/usr/bin/python3").exists()
     if not is_possible or subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode != 0:
-        yield [], {}
+        yield "", {}
         return
     try:
         subprocess.run(["ip", "-n", name, "link", "set", "lo", "up"], check=True)
-        yield ["ip", "netns", "exec", name], {"STRANGER": "65534"}
+        yield name, {"STRANGER": "65534"}
     finally:
         subprocess.run(["ip", "netns", "delete", name], check=True)
 
 
 @pytest.fixture
 def attack(
-    beside_a_stranger: tuple[list[str], dict[str, str | None]], run_script: ScriptRunner
+    beside_a_stranger: tuple[str, dict[str, str | None]], run_script: ScriptRunner
 ) -> Iterator[Attack]:
     """Give a function that runs a job which an impostor attacks, and checks how it ends."""
-    prefix, stranger = beside_a_stranger
+    namespace, stranger = beside_a_stranger
     with tempfile.TemporaryDirectory(dir="/tmp") as name:  # `tmp_path` is closed to another user
         Path(name).chmod(0o711)
 
         def run(job: str, start_method: str, late: int, nodes: int = 1, **more: str | None) -> Counter[str]:
             folder = Path(tempfile.mkdtemp(dir=name))
             folder.chmod(0o777)
-            command = [*prefix, sys.executable, str(SCRIPT), job, start_method, str(folder), str(nodes)]
+            arguments = [job, start_method, str(folder), str(nodes)]
             variables = {"LATE": str(late), **stranger, **more}
             if nodes > 1:
                 variables |= {"NNODES": str(nodes), "MASTER_ADDR": "127.0.0.1"}
                 variables |= {"MASTER_PORT": str(free_port())}
+            variables = with_tests(variables)
             started = [
-                run_script.start_command(command, env=with_tests({**variables, "NODE_RANK": str(node)}))
+                run_script.start(
+                    SCRIPT, *arguments, env={**variables, "NODE_RANK": str(node)}, namespace=namespace
+                )
                 for node in range(nodes)
             ]
             results = [each.finish() for each in started]

@@ -29,7 +29,7 @@ SCRIPT = """
 
 def start(run_script: ScriptRunner, strategy: str, folder: Path, *more: str) -> RunningScript:
     """Begin to train on two ranks; return when both have made a few steps."""
-    running = run_script.start(SCRIPT, strategy, str(folder), *more, env=with_tests())
+    running = run_script.start(SCRIPT, strategy, str(folder), *more, env=with_tests(), siblings=1)
     running.wait_for("training", count=2, timeout=60)
     return running
 
@@ -136,7 +136,7 @@ def test_a_second_ctrl_c(start_method: str, run_script: ScriptRunner) -> None:
 @pytest.mark.parametrize("start_method", ["fork", "popen"])
 def test_ctrl_c_where_no_step_ends(start_method: str, run_script: ScriptRunner) -> None:
     """One is enough in the end: after the time that a collective may take."""
-    running = run_script.start(HANGING, start_method, env=with_tests())
+    running = run_script.start(HANGING, start_method, env=with_tests(), siblings=1)
     running.wait_for("hanging", count=2, timeout=60)
     running.send_signal(signal.SIGINT)
     result = running.finish(timeout=60)

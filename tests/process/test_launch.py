@@ -2,8 +2,6 @@
 
 import gc
 import inspect
-import multiprocessing
-import multiprocessing.util
 import os
 import signal
 import sys
@@ -22,7 +20,7 @@ from torch.distributed import destroy_process_group as early_destroy
 from torch.distributed import init_process_group as early_init
 
 from rankwise.environments import PlainEnvironment
-from rankwise.errors import LifecycleError, NotPicklableError, WorkerRaisedError
+from rankwise.errors import LifecycleError, WorkerRaisedError
 from rankwise.launchers.supervisor import Supervisor
 from rankwise.process_group import init_process_group
 from rankwise.ranks import rank_zero_only
@@ -469,31 +467,6 @@ def test_a_nested_launch_is_refused(start_method: str) -> None:
         assert "launch() was called in state 'in a job'" in text
 
 
-def test_a_lambda_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under a start method that pickles, a lambda is refused before anything starts, by name."""
-    started: list[object] = []
-    monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", lambda *args: started.append(args))
-    with pytest.raises(NotPicklableError, match="the launched function"):
-        ddp("spawn").launch(lambda strategy: None)
-    assert started == []
-
-
-class WithLambda(nn.Module):
-    """A module with an attribute that no pickle takes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-        setattr(self.inner[1], "activation", lambda value: value)  # noqa: B010 -- mypy takes it for a module
-
-
-@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
-def test_a_lambda_inside_a_model_is_named(start_method: str) -> None:
-    """The error gives the path to the attribute that cannot travel."""
-    with pytest.raises(NotPicklableError, match=r"argument 0 \(WithLambda\)\.inner\.1\.activation"):
-        ddp(start_method).launch(return_weights, WithLambda())
-
-
 def test_a_lambda_is_welcome_under_fork() -> None:
     """Fork pickles nothing on the way in: closures and lambdas work."""
     number = 41
@@ -556,14 +529,6 @@ def test_a_launch_from_a_pool_works() -> None:
     """A thread of a ThreadPoolExecutor can launch, although Python joins it at exit."""
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(ddp("fork").launch, all_facts, 1).result()["total"] == 3.0
-
-
-def test_strategies_take_turns(start_method: str) -> None:
-    """Two strategies of one process launch one after the other."""
-    first, second = ddp(start_method), ddp("fork", devices=3)
-    assert second.launch(all_facts, 1)["total"] == 6.0
-    assert first.launch(all_facts, 1)["total"] == 3.0
-    assert second.launch(all_facts, 1)["total"] == 6.0
 
 
 def test_output_of_ranks_is_not_lost(capfd: pytest.CaptureFixture[str]) -> None:

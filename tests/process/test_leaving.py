@@ -199,6 +199,6 @@ def test_nothing_is_left_in_the_temporary_folder(
     folder = tmp_path / "temporary"
     folder.mkdir()
     variables = {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": None}
-    result = run_script(FITS, *strategies, env=with_tests(variables))
+    result = run_script(FITS, *strategies, env=with_tests(variables), siblings=1)
     assert result.returncode == 0, result.stderr
     assert list(folder.iterdir()) == []

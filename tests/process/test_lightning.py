@@ -29,7 +29,7 @@ def start(
     """Start a program with a strategy's name and `args`; or under torchrun, twice."""
     path = run_script.write(source)
     if how != TORCHRUN:
-        return run_script.start(path, how, *args, env=env, preload=IMPORTED)
+        return run_script.start(path, how, *args, env=env, preload=IMPORTED, siblings=1)
     options = ["--nproc-per-node=2", f"--master-port={free_port()}"]
     command = [sys.executable, "-m", "torch.distributed.run", *options, str(path), "rankwise_ddp", *args]
     return run_script.start_command(command, env=env)

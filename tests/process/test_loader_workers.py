@@ -141,7 +141,7 @@ def test_a_busy_worker_that_is_no_fork_ends_with_its_rank(
     folder = tmp_path / "pids"
     folder.mkdir()
     environment = with_tests({"PYTEST_CURRENT_TEST": None})  # it imports pytest, and is not run by it
-    running = run_script.start(SCRIPT, start_method, str(folder), method, env=environment)
+    running = run_script.start(SCRIPT, start_method, str(folder), method, env=environment, siblings=1)
     running.wait_for("killed", timeout=90)
     assert not alive_after(10.0, folder)
     assert running.finish(timeout=60).returncode == 0

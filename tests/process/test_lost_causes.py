@@ -116,7 +116,7 @@ def test_an_exception_of_a_script_whose_class_is_in_the_way(
     kind: type[Exception], run_script: ScriptRunner
 ) -> None:
     """The main process raises it as one of a function."""
-    result = run_script(RAISES, kind.__name__, env=with_tests({"PYTEST_CURRENT_TEST": None}))
+    result = run_script(RAISES, kind.__name__, env=with_tests({"PYTEST_CURRENT_TEST": None}), siblings=1)
     assert result.returncode == 0, result
     assert result.stdout == "checked\n", result
 
@@ -215,7 +215,7 @@ VALUE = """
 
 def test_a_value_of_a_script_that_cannot_be_unpickled(run_script: ScriptRunner) -> None:
     """It stays with its rank, as one that cannot be pickled."""
-    result = run_script(VALUE)
+    result = run_script(VALUE, siblings=1)
     assert result.stdout == "fine {0: 'fine'}\n", result
 
 
@@ -270,7 +270,9 @@ STORAGE = """
 def test_an_error_of_a_checkpoint_io(method: str, run_script: ScriptRunner) -> None:
     """Every rank raises the error of the rank that saves, also one that cannot be pickled, or read back."""
     script = str(run_script.write(STORAGE))
-    result = run_script.command([sys.executable, *(TORCHRUN if method == "torchrun" else ()), script, method])
+    result = run_script.command(
+        [sys.executable, *(TORCHRUN if method == "torchrun" else ()), script, method], siblings=1
+    )
     assert result.returncode == 0, result
     for rank in (0, 1):
         for name in ("TwoArguments", "Locked"):
@@ -303,6 +305,6 @@ FAILS_AFTERWARDS = """
 @pytest.mark.parametrize("method", METHODS)
 def test_a_stop_is_no_cause(method: str, run_script: ScriptRunner) -> None:
     """Where the main process ends a job by itself, no rank is reported to have failed."""
-    result = run_script(FAILS_AFTERWARDS, method)
+    result = run_script(FAILS_AFTERWARDS, method, siblings=1)
     assert "JobStopped" not in result.stdout + result.stderr, result
     assert result.returncode == 3, result

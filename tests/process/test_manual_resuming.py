@@ -87,16 +87,3 @@ def test_another_number_of_ranks(tmp_path: Path) -> None:
     _, expected = fitted("blocked first", 2, callbacks=saving, enable_checkpointing=True)
     _, weights = fitted("blocked first", 1, tmp_path / "step=4.ckpt")
     torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("ways", ["averaged", "blocked"])
-def test_a_second_fit_goes_on(ways: str) -> None:
-    """Two fits of an epoch end as one of two, also in processes of their own."""
-    _, expected = fitted(ways, 2)
-    trainer = quiet_trainer("ddp_fork", 2, max_epochs=1)
-    module = Accumulating(ways)
-    for epochs in (1, 2):
-        trainer.max_epochs = epochs
-        trainer.fit(module, loader(8 * BATCHES, 4))
-    weights = nn.utils.parameters_to_vector(module.parameters()).detach()
-    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)

@@ -136,8 +136,7 @@ def legacy(seed: int | None) -> Shuffled:
     return sampler
 
 
-@pytest.mark.parametrize("make", [weighted, repeated, legacy])
-@pytest.mark.parametrize("seed", [5, None])
+@pytest.mark.parametrize(("make", "seed"), [(weighted, None), (repeated, 5), (legacy, 5)])
 def test_two_ranks_sample_as_one_process(make: Any, seed: int | None) -> None:
     """Training, test and prediction of a part of the data use one process's samples, again and again."""
     found = []

@@ -100,7 +100,7 @@ def facts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """What each rank of the script prints, by rank."""
     with module_runner(tmp_path_factory.mktemp("script")) as runner:
         command = TORCHRUN if request.param == "torchrun" else (sys.executable,)
-        result = runner.command([*command, str(runner.write(SCRIPT))], env=with_tests())
+        result = runner.command([*command, str(runner.write(SCRIPT))], env=with_tests(), siblings=2)
     assert result.returncode == 0, result
     return sorted(map(json.loads, result.stdout.splitlines()), key=lambda facts: int(facts["rank"]))
 

@@ -86,7 +86,9 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks has got from each call, rank 0 first or last."""
     with module_runner(tmp_path_factory.mktemp("errors")) as runner:
-        result = runner.command([*TORCHRUN, str(runner.write(SCRIPT))], env=with_tests(), timeout=120)
+        result = runner.command(
+            [*TORCHRUN, str(runner.write(SCRIPT))], env=with_tests(), timeout=120, siblings=2
+        )
     assert result.returncode == 0, result
     return list(map(json.loads, result.stdout.splitlines()))
 

@@ -73,7 +73,15 @@ def start(
     grace: float = 1.0,
 ) -> RunningScript:
     """Start the job and wait until both ranks are busy."""
-    running = run_script.start(JOB, start_method, what, str(launches), str(cleaning), str(grace))
+    running = run_script.start(
+        JOB,
+        start_method,
+        what,
+        str(launches),
+        str(cleaning),
+        str(grace),
+        siblings=int(start_method == "popen"),
+    )
     _wait_until_busy(running, 2)
     return running
 

@@ -4,7 +4,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -125,19 +124,7 @@ def test_a_job_listens_on_loopback_only(
 ) -> None:
     """Every listening socket is on 127.0.0.1; a store has one only with `rendezvous="tcp"`."""
     stop = tmp_path / "stop"
-    script = run_script.write(JOB)
-    command = [
-        "ip",
-        "netns",
-        "exec",
-        namespace,
-        sys.executable,
-        str(script),
-        start_method,
-        rendezvous,
-        str(stop),
-    ]
-    running = run_script.start_command(command)
+    running = run_script.start(JOB, start_method, rendezvous, str(stop), namespace=namespace, siblings=1)
     running.wait_for("up", count=2)
     listeners = _listeners(namespace)
     stop.touch()
@@ -153,9 +140,7 @@ def test_a_fit_listens_on_loopback_only(
 ) -> None:
     """During `fit`, after `new_group`: each rank's two gloo sockets are all that listens, on 127.0.0.1."""
     stop = tmp_path / "stop"
-    script = run_script.write(FIT)
-    command = ["ip", "netns", "exec", namespace, sys.executable, str(script), strategy, str(stop)]
-    running = run_script.start_command(command)
+    running = run_script.start(FIT, strategy, str(stop), namespace=namespace)
     running.wait_for("up", count=2)
     listeners = _listeners(namespace)
     stop.touch()
@@ -182,7 +167,7 @@ def _side_by_side(jobs: int, threads: int, rendezvous: str) -> list[float]:
 @pytest.mark.parametrize("jobs", [4, pytest.param(34, marks=pytest.mark.soak)])
 def test_jobs_meet_no_port_conflict(jobs: int) -> None:
     """Jobs with a TCP store each, of two independent programs."""
-    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(2, get_context("fork")) as pool:
         totals = [pool.submit(_side_by_side, jobs // 2, 1, "tcp") for _ in range(2)]
         assert [total for job in totals for total in job.result()] == [2.0] * jobs
 

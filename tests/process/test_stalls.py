@@ -190,7 +190,7 @@ def _wait_until(holds: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("start_method", ["popen", pytest.param("spawn", marks=pytest.mark.soak)])
 def test_stacks_on_request(start_method: str, run_script: ScriptRunner) -> None:
     """SIGUSR2 to the main process prints every rank's stacks, and the job continues."""
-    running = run_script.start(STACKS, start_method)
+    running = run_script.start(STACKS, start_method, siblings=1)
     running.wait_for("busy", count=2)
     running.wait_until_blocked()  # in the barrier
     running.send_signal(signal.SIGUSR2)

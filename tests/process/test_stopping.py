@@ -27,7 +27,7 @@ SCRIPT = """
 
 def start(run_script: ScriptRunner, strategy: str, folder: Path, *more: str) -> RunningScript:
     """Begin to train on two ranks; return when both have made a few steps, or are in a long validation."""
-    running = run_script.start(SCRIPT, strategy, str(folder), *more, env=with_tests())
+    running = run_script.start(SCRIPT, strategy, str(folder), *more, env=with_tests(), siblings=1)
     running.wait_for("validating" if "validate long" in more else "training", count=2, timeout=60)
     return running
 
@@ -195,7 +195,7 @@ OUTSIDE = """
 )
 def test_outside_a_loop(start_method: str, number: signal.Signals, run_script: ScriptRunner) -> None:
     """SIGTERM and SIGHUP end a job without a fit loop at once, through the `finally` blocks of its ranks."""
-    running = run_script.start(OUTSIDE, start_method)
+    running = run_script.start(OUTSIDE, start_method, siblings=1)
     running.wait_for("busy", count=2)
     sent = time.monotonic()
     running.send_signal(number)
@@ -226,7 +226,7 @@ HANGING = """
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("popen", marks=pytest.mark.soak)])
 def test_sigterm_where_no_step_ends(start_method: str, run_script: ScriptRunner) -> None:
     """One SIGTERM ends ranks that wait in native code for ever, also a rank 0 in the main process."""
-    running = run_script.start(HANGING, start_method, env=with_tests())
+    running = run_script.start(HANGING, start_method, env=with_tests(), siblings=1)
     running.wait_for("hanging", count=2, timeout=60)
     running.send_signal(signal.SIGTERM)
     result = running.finish(timeout=40)

@@ -35,7 +35,7 @@ def test_two_ranks_train_as_one(
     expected = train_twenty_steps("single_device", 1, accumulate)
     if start_method == "popen":
         result = tmp_path / "state.json"
-        run = run_script(SCRIPT, str(result), str(accumulate), env=with_tests())
+        run = run_script(SCRIPT, str(result), str(accumulate), env=with_tests(), siblings=1)
         assert run.returncode == 0, run
         state = {name: torch.tensor(value) for name, value in json.loads(result.read_text()).items()}
     else:

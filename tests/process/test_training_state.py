@@ -1,6 +1,5 @@
 """After training in other processes the calling process has the same state as if it had trained."""
 
-import csv
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from torch.nn.utils import parametrize
 from rankwise import Trainer
 from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from rankwise.errors import WorkerRaisedError
-from rankwise.loggers import CSVLogger
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import ddp, with_tests
 from tests.process.training_tasks import FEATURES, Regression, dataset, loader, quiet_trainer
@@ -388,40 +386,3 @@ class FailsOnOneRank(Regression):
         if self.global_rank == 1 and batch_idx == 2:
             raise ValueError("no more")
         return super().training_step(batch, batch_idx)
-
-
-class ReplacesItsLists(Regression):
-    """Replaces the trainer's callbacks and loggers in its second step, on every rank."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.global_step == 1:
-            folder = self.trainer.default_root_dir
-            self.trainer.callbacks = [
-                ModelCheckpoint(dirpath=folder, filename="new"),
-                *self.trainer.callbacks,
-            ]
-            self.trainer.loggers = [CSVLogger(folder, name="new", version=0)]
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.parametrize("strategy", ELSEWHERE)
-def test_lists_replaced_within_a_fit(strategy: str, tmp_path: Path) -> None:
-    """New callbacks and loggers count in the ranks; the caller's own get their state."""
-    own = ModelCheckpoint(dirpath=tmp_path, filename="own")
-    trainer = quiet_trainer(
-        strategy,
-        2,
-        max_steps=3,
-        callbacks=[own],
-        enable_checkpointing=True,
-        logger=CSVLogger(tmp_path, name="old", version=0),
-        log_every_n_steps=1,
-        default_root_dir=tmp_path,
-    )
-    trainer.fit(ReplacesItsLists(), loader(24, 4))
-    assert trainer.callbacks == [own]
-    assert own.best_model_path == str(tmp_path / "own.ckpt")
-    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["new.ckpt", "own.ckpt"]
-    for name, steps in (("old", ["0"]), ("new", ["1", "2"])):
-        with (tmp_path / name / "version_0" / "metrics.csv").open(newline="") as file:
-            assert [line["step"] for line in csv.DictReader(file)][: len(steps)] == steps

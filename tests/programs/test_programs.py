@@ -113,7 +113,7 @@ def check_scripts(options: settings, launcher: str, folder: Path, run_script: Sc
     draw_one()
     (folder / "programs.pkl").write_bytes(pickle.dumps(drawn))
     command = [sys.executable, *LAUNCHERS[launcher], str(Path(script.__file__)), str(folder)]
-    result = run_script.command(command, env=with_tests(), timeout=60 + 10 * len(drawn))
+    result = run_script.command(command, env=with_tests(), timeout=60 + 10 * len(drawn), siblings=2)
     assert result.returncode == 0, result
     for number, program in enumerate(drawn):
         check_written(program, folder / str(number))

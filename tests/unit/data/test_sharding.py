@@ -179,12 +179,6 @@ def test_iterable_data_get_the_epoch() -> None:
     assert pickle.loads(pickle.dumps(dataset)).numbers == DATA
 
 
-def test_prediction_puts_a_split_loader_in_order() -> None:
-    """A user's DistributedSampler is replaced by the order of the data."""
-    loader = DataLoader(DATA, 2, sampler=DistributedSampler(DATA, 2, 0))
-    assert batches(shard_for_prediction, 2, loader) == [[[0, 1], [4, 5]], [[2, 3], [6]]]
-
-
 def test_attributes_of_iterable_data_keep_their_names() -> None:
     """Of a loader that is split, `dataset` has all attributes of the user's data, to read and to set."""
     data: Any = InParts()
@@ -207,15 +201,6 @@ def test_evaluation_drops_what_one_process_drops(world_size: int) -> None:
     """With drop_last the ranks together get the samples of one process, for any number of ranks."""
     parts = batches(shard_for_evaluation, world_size, DataLoader(DATA, 3, drop_last=True))
     assert sorted(index for part in parts for batch in part for index in batch) == [0, 1, 2, 3, 4, 5]
-
-
-def test_evaluation_repeats_nothing_of_a_padded_sampler() -> None:
-    """In evaluation the samples that a user's DistributedSampler repeats are left out."""
-    seen = []
-    for rank in range(3):
-        loader = DataLoader(DATA, 2, sampler=DistributedSampler(DATA, 3, rank, shuffle=False))
-        seen += [index for batch in shard_for_evaluation(loader, 3, rank) for index in batch.tolist()]
-    assert sorted(seen) == DATA
 
 
 def test_everything_that_a_loader_has_is_kept() -> None:

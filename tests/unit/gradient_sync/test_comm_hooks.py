@@ -113,22 +113,6 @@ def test_own_hook_with_state() -> None:
     assert counts == [21, 21]
 
 
-def test_register_ddp_comm_hook() -> None:
-    """Lightning's `register_ddp_comm_hook(model, state, hook, wrapper)`, for any wrapped model."""
-    models = [net(), net()]
-
-    def train(rank: int) -> list[Tensor | None]:
-        wrapped = bare(models[rank])
-        register_ddp_comm_hook(wrapped, None, "allreduce", "fp16")
-        loss_of(wrapped, batch(rank)).backward()
-        return gradients(models[rank])
-
-    for result in run_ranks(2, train):
-        assert_close(result, expected(), 1e-2)
-    with pytest.raises(InvalidTypeError, match="DistributedDataParallel"):
-        register_ddp_comm_hook(net(), None, "noop")
-
-
 def test_register_ddp_comm_hook_by_lightnings_keywords() -> None:
     """`ddp_comm_state`, `ddp_comm_hook` and `ddp_comm_wrapper` are the same arguments; both names are not."""
     models, seen = [net(), net()], list[int]()
@@ -154,6 +138,8 @@ def test_register_ddp_comm_hook_by_lightnings_keywords() -> None:
     for result in run_ranks(2, train):
         assert_close(result, expected(), 1e-2)
     assert seen == [2, 2]
+    with pytest.raises(InvalidTypeError, match="DistributedDataParallel"):
+        register_ddp_comm_hook(net(), None, "noop")
 
 
 def test_registered_hook_uses_the_local_world_size(names: Any, monkeypatch: pytest.MonkeyPatch) -> None:

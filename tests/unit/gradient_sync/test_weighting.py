@@ -59,28 +59,6 @@ def test_logged_weights(mode: str, bucket_cap_mb: float) -> None:
         assert reductions == as_many > 0
 
 
-def test_several_windows_and_rebuilt_buckets() -> None:
-    """The weights of a window do not affect the next one, also when DDP rebuilds its buckets."""
-
-    def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> list[Tensor]:
-        seen = []
-        for step in range(4):
-            wrapped.zero_grad()
-            size = 1 + (step + strategy.global_rank) % 3
-            with strategy.gradient_sync_context(wrapped):
-                samples = batch(strategy.global_rank, step, size)
-                strategy.weighted_loss(loss_of(wrapped, samples), torch.tensor(float(size))).backward()
-            seen.append(torch.cat([p.grad.flatten() for p in wrapped.parameters() if p.grad is not None]))
-        return seen
-
-    model = net()
-    for seen in on_ranks(2, train, model, gradient_weighting="logged", bucket_cap_mb=0.0001):
-        for step, mine in enumerate(seen):
-            samples = [batch(rank, step, 1 + (step + rank) % 3) for rank in range(2)]
-            theirs = torch.cat([g.flatten() for g in alone(model, samples) if g is not None])
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
-
-
 def test_a_window_of_no_weight() -> None:
     """If every weight is 0, the gradients are zeros, not NaN."""
 
@@ -91,25 +69,6 @@ def test_a_window_of_no_weight() -> None:
 
     for mode in ("single_auto_sync", "forced_sync"):
         assert on_ranks(2, train, net(), gradient_weighting="logged", sync_mode=mode) == [0, 0]
-
-
-def test_bf16_compress_with_weights() -> None:
-    """bfloat16 can hold sums of weighted gradients; the weight itself is sent exactly."""
-
-    def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> list[Tensor | None]:
-        size = (100_001, 300_003)[strategy.global_rank]
-        with strategy.gradient_sync_context(wrapped):
-            strategy.weighted_loss(loss_of(wrapped, batch(strategy.global_rank, 0, 1)), size).backward()
-        return [p.grad for p in strategy.unwrap_module(wrapped).parameters()]
-
-    model = net()
-    (loss_of(model, batch(0, 0, 1)) * 100_001 + loss_of(model, batch(1, 0, 1)) * 300_003).div(
-        400_004
-    ).backward()
-    expected = [p.grad for p in model.parameters()]
-    options: dict[str, Any] = {"comm_hook": "bf16_compress", "bucket_cap_mb": 0.0001}
-    for result in on_ranks(2, train, net(), gradient_weighting="logged", **options):
-        assert_close(result, expected, atol=2e-2)
 
 
 @pytest.mark.parametrize(
@@ -271,19 +230,6 @@ def test_parameters_of_16_bits_only() -> None:
     model = nn.Linear(1, 1, bias=False).bfloat16()
     found = on_ranks(2, train, model, gradient_weighting="logged")
     assert found == pytest.approx([0.25, 0.25], abs=2**-9)
-
-
-def test_two_modules_of_one_strategy() -> None:
-    """Each has its own weights, window by window."""
-
-    def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> list[list[Tensor | None]]:
-        other = strategy.setup_module(copy.deepcopy(strategy.unwrap_module(wrapped)))
-        return [weighted_window(strategy, module) for module in (wrapped, other)]
-
-    model = net()
-    for both in on_ranks(2, train, model, gradient_weighting="logged"):
-        for result in both:
-            assert_close(result, expected_of(model))
 
 
 def test_a_wrapper_around_a_copy() -> None:

@@ -1,5 +1,6 @@
 """What the interpreter was told to run, read from its true command line."""
 
+import multiprocessing.process
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -97,8 +98,13 @@ def test_the_command_is_the_true_one(monkeypatch: pytest.MonkeyPatch, main: Modu
             "ddp_spawn",
         ),
         (lambda patch: patch.setattr(sys, "orig_argv", ["python"]), "came through stdin", "ddp_notebook"),
+        (
+            lambda patch: patch.setattr(multiprocessing.process, "parent_process", object),
+            "in a process that multiprocessing started",
+            "ddp_spawn",
+        ),
     ],
-    ids=["shell", "pytest", "no executable", "stdin"],
+    ids=["shell", "pytest", "no executable", "stdin", "multiprocessing"],
 )
 def test_what_cannot_be_run_again(
     prepare: object, text: str, strategy: str, monkeypatch: pytest.MonkeyPatch

@@ -1,5 +1,6 @@
 """What a strategy is constructed with, or bound to, and cannot work: refused before any process starts."""
 
+import itertools
 import math
 import threading
 from datetime import timedelta
@@ -41,27 +42,77 @@ def refused(cls: type[Strategy], **arguments: Any) -> Exception:
     return caught.value
 
 
+NO_COUNT = [1.5, 2.0, None, True, {0}, {"a": 1}, b"2", object]
+NO_DEVICES = [
+    0,
+    -2,
+    "two",
+    "0",
+    "-3",
+    "",
+    "1.5",
+    "0,0",
+    "1,x",
+    ",",
+    [0, 0],
+    [],
+    [-1],
+    [0, "1"],
+    [True],
+    [0.5],
+]
+NO_DURATION = [math.nan, math.inf, -math.inf, 1e30, 10**400]
+NO_NAME = [3, ["fork"], object(), b"fork"]
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+VALUES: list[tuple[type[Exception], list[str], list[Any]]] = [
+    (InvalidTypeError, ["start_method", "rendezvous", "process_group_backend", "accelerator"], NO_NAME),
+    (UnknownNameError, ["start_method", "rendezvous", "process_group_backend"], [""]),
+    (
+        InvalidArgumentError,
+        ["timeout", "init_timeout"],
+        [0, -1, -0.5, 1e-9, timedelta(0), timedelta(seconds=-1)],
+    ),
+    (InvalidArgumentError, ["timeout", "init_timeout", "grace_period_s"], NO_DURATION),
+    (InvalidTypeError, ["grace_period_s"], ["1", None, True]),
+    (UnknownArgumentError, ["module", "device_ids", "output_device", "process_group", "dim"], [None]),
+    (InvalidTypeError, ["parallel_devices"], [[], ["cpu"], [CPU, CUDA], "cpu", [0], CPU]),
+    (InvalidTypeError, ["cluster_environment", "precision", "checkpoint_io"], [dict]),
+]
+"""Of errors, arguments and values of a `DDPStrategy`."""
+
+
 @BOTH
 @pytest.mark.parametrize(
-    "devices",
-    [0, -2, "two", "0", "-3", "", "1.5", "0,0", "1,x", ",", [0, 0], [], [-1], [0, "1"], [True], [0.5]],
-    ids=repr,
+    ("kind", "argument", "values"),
+    [
+        (InvalidArgumentError, "devices", NO_DEVICES),
+        (InvalidTypeError, "devices", NO_COUNT),
+        (InvalidArgumentError, "num_nodes", [0, -1]),
+        (InvalidTypeError, "num_nodes", [1.0, "2", None, True, [1]]),
+    ],
 )
-def test_devices_that_cannot_be(cls: type[Strategy], devices: object) -> None:
-    """A count or a list that cannot be is a ValueError with the value."""
-    error = refused(cls, devices=devices)
-    assert isinstance(error, InvalidArgumentError)
-    assert error.argument == "devices"
-    assert "devices=" in str(error)
+def test_counts_that_cannot_be(
+    cls: type[Strategy], kind: type[Exception], argument: str, values: list[Any]
+) -> None:
+    """A number of devices or nodes, or a list of devices, is refused by its value or its type."""
+    for value in values:
+        error = refused(cls, **{argument: value})
+        assert (type(error), error.argument) == (kind, argument), value  # type: ignore[attr-defined]  # both have it
 
 
-@BOTH
-@pytest.mark.parametrize("devices", [1.5, 2.0, None, True, {0}, {"a": 1}, b"2", object], ids=repr)
-def test_devices_of_another_kind(cls: type[Strategy], devices: object) -> None:
-    """What is neither a number, a string nor a list is a TypeError."""
-    error = refused(cls, devices=devices)
-    assert isinstance(error, InvalidTypeError)
-    assert error.argument == "devices"
+@pytest.mark.parametrize(("kind", "arguments", "values"), VALUES)
+def test_values_that_cannot_be(kind: type[Exception], arguments: list[str], values: list[Any]) -> None:
+    """The error names the argument; DDP's own that the strategy fills in are unknown."""
+    for argument, value in itertools.product(arguments, values):
+        error = refused(DDPStrategy, **{argument: value})
+        assert isinstance(error, kind), (argument, value)
+        assert argument in str(error), value
+
+
+def test_restarts_are_counted() -> None:
+    """`max_restarts` is a whole number from 0 on."""
+    for value in (True, -1, 1.0, "1", None):
+        assert isinstance(refused(DDPElasticStrategy, max_restarts=value), InvalidArgumentError)
 
 
 @pytest.mark.parametrize("devices", [0, 1.5, "two"])
@@ -90,23 +141,6 @@ def test_all_devices_of_a_cpu_are_one(devices: Any) -> None:
     strategy = DDPForkStrategy(accelerator="cpu", devices=devices)
     strategy.bind()
     assert strategy.world_size == 1
-
-
-@BOTH
-@pytest.mark.parametrize("num_nodes", [0, -1])
-def test_nodes_that_cannot_be(cls: type[Strategy], num_nodes: int) -> None:
-    """Fewer than one node is refused."""
-    error = refused(cls, num_nodes=num_nodes)
-    assert isinstance(error, InvalidArgumentError)
-    assert error.argument == "num_nodes"
-
-
-@BOTH
-@pytest.mark.parametrize("num_nodes", [1.0, "2", None, True, [1]], ids=repr)
-def test_nodes_of_another_kind(cls: type[Strategy], num_nodes: object) -> None:
-    """What is no whole number is refused."""
-    error = refused(cls, num_nodes=num_nodes)
-    assert isinstance(error, InvalidTypeError)
 
 
 def test_several_nodes_need_a_launcher() -> None:
@@ -195,26 +229,6 @@ def test_typos_are_answered(argument: str, typo: str, meant: str) -> None:
     assert f"{argument} {typo!r}. Did you mean {meant!r}?" in str(error)
 
 
-@pytest.mark.parametrize("argument", ["start_method", "rendezvous", "process_group_backend", "accelerator"])
-@pytest.mark.parametrize("value", [3, ["fork"], object(), b"fork"], ids=["number", "list", "object", "bytes"])
-def test_names_are_strings(argument: str, value: object) -> None:
-    """Anything but a string, where a name belongs, is a TypeError that names the argument."""
-    error = refused(DDPStrategy, **{argument: value})
-    assert isinstance(error, InvalidTypeError)
-    assert error.argument == argument
-
-
-@pytest.mark.parametrize("argument", ["start_method", "rendezvous"])
-def test_an_empty_name_is_refused(argument: str) -> None:
-    """The empty string does not pass for the default."""
-    assert isinstance(refused(DDPStrategy, **{argument: ""}), UnknownNameError)
-
-
-def test_an_empty_back_end_is_refused() -> None:
-    """The empty string does not pass for the default back end."""
-    assert isinstance(refused(DDPStrategy, process_group_backend=""), UnknownNameError)
-
-
 @pytest.mark.parametrize("name", ["FORK", "Fork"])
 def test_names_in_any_case(name: str) -> None:
     """Case does not matter."""
@@ -230,20 +244,6 @@ def test_timeouts_are_durations(argument: str, value: object) -> None:
     assert f"{argument}=timedelta(seconds=...)" in str(error)
 
 
-@pytest.mark.parametrize("argument", ["timeout", "init_timeout"])
-@pytest.mark.parametrize("value", [0, -1, -0.5, 1e-9, timedelta(0), timedelta(seconds=-1)], ids=repr)
-def test_timeouts_are_positive(argument: str, value: object) -> None:
-    """No duration, or less than none, is refused."""
-    assert isinstance(refused(DDPStrategy, **{argument: value}), InvalidArgumentError)
-
-
-@pytest.mark.parametrize("argument", ["timeout", "init_timeout", "grace_period_s"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30, 10**400])
-def test_durations_are_finite(argument: str, value: float) -> None:
-    """Neither infinity, nor what no clock can count, nor nan gets through, nor a bare OverflowError."""
-    assert isinstance(refused(DDPStrategy, **{argument: value}), InvalidArgumentError)
-
-
 @pytest.mark.parametrize(
     ("value", "expected"), [(10, 10.0), (0.5, 0.5), (timedelta(minutes=1), 60.0)], ids=repr
 )
@@ -252,23 +252,11 @@ def test_timeouts_in_both_kinds(value: Any, expected: float) -> None:
     assert DDPStrategy(timeout=value).timeout.total_seconds() == expected
 
 
-@pytest.mark.parametrize("value", ["1", None, True])
-def test_a_grace_is_a_number(value: object) -> None:
-    """The grace is a number of seconds."""
-    assert isinstance(refused(DDPStrategy, grace_period_s=value), InvalidTypeError)
-
-
 def test_a_grace_has_limits() -> None:
     """From none to a year."""
     assert isinstance(refused(DDPStrategy, grace_period_s=-0.1), InvalidArgumentError)
     for value in (0, 365 * 24 * 3600):
         assert DDPStrategy(grace_period_s=value).grace_period_s == float(value)
-
-
-@pytest.mark.parametrize("value", [True, -1, 1.0, "1", None], ids=repr)
-def test_restarts_are_counted(value: object) -> None:
-    """`max_restarts` is a whole number from 0 on."""
-    assert isinstance(refused(DDPElasticStrategy, max_restarts=value), InvalidArgumentError)
 
 
 @pytest.mark.parametrize(
@@ -289,12 +277,6 @@ def test_unknown_keywords_are_answered(typo: str, meant: str) -> None:
     assert f"DDPStrategy takes no argument {typo!r}. Did you mean {meant!r}?" in str(error)
 
 
-@pytest.mark.parametrize("name", ["module", "device_ids", "output_device", "process_group", "dim"])
-def test_what_the_strategy_passes_itself_is_refused(name: str) -> None:
-    """DDP's own arguments that the strategy fills in are not the user's to give."""
-    assert isinstance(refused(DDPStrategy, **{name: None}), UnknownArgumentError)
-
-
 def test_ddps_keywords_are_kept() -> None:
     """Keywords of this torch's DDP reach it; unused parameters are not looked for unless asked."""
     strategy = DDPStrategy(gradient_as_bucket_view=True, bucket_cap_mb=5)
@@ -312,16 +294,6 @@ def test_logged_weights_have_gradients_in_buckets() -> None:
     assert strategy.ddp_kwargs["gradient_as_bucket_view"] is False
 
 
-@pytest.mark.parametrize(
-    "devices",
-    [[], ["cpu"], [torch.device("cpu"), torch.device("cuda", 0)], "cpu", [0], torch.device("cpu")],
-    ids=repr,
-)
-def test_parallel_devices_are_devices_of_one_type(devices: Any) -> None:
-    """A list of `torch.device`, all of one type, and nothing else."""
-    assert isinstance(refused(DDPStrategy, parallel_devices=devices), InvalidTypeError)
-
-
 def test_parallel_devices_count() -> None:
     """Each is the device of one local rank."""
     strategy = DDPForkStrategy(parallel_devices=[torch.device("cpu")] * 3)
@@ -336,13 +308,6 @@ def test_an_accelerator_must_be_there(accelerator: str) -> None:
     error = refused(DDPStrategy, accelerator=accelerator)
     assert "torch sees no CUDA device" in str(error)
     assert 'accelerator="cpu"' in str(error)
-
-
-@pytest.mark.parametrize("name", ["cluster_environment", "precision", "checkpoint_io"])
-def test_a_class_instead_of_an_instance(name: str) -> None:
-    """A class, where an instance belongs, is refused by the constructor."""
-    with pytest.raises(InvalidTypeError, match=name):
-        DDPStrategy(**{name: dict})  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_a_class_instead_of_a_duration() -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,15 @@ NODES = {"NODE_RANK": "0", "NNODES": "1", "MASTER_ADDR": "localhost", "MASTER_PO
         {"enable_checkpointing": "yes"},
         {"enable_progress_bar": "no"},
         {"use_distributed_sampler": None},
+        {"on_nonfinite": "stop"},
+        {"uneven_inputs": "joint"},
+        {"deterministic": "maybe"},
+        {"benchmark": "yes"},
+        {"sync_batchnorm": 2},
+        {"num_sanity_val_steps": -2},
+        {"val_check_interval": "ten minutes"},
+        {"val_check_interval": {"minute": 1}},
+        {"val_check_interval": timedelta(seconds=-1)},
     ],
 )
 def test_impossible_values(tmp_path: Path, options: dict[str, Any]) -> None:
@@ -80,6 +90,8 @@ def test_impossible_values(tmp_path: Path, options: dict[str, Any]) -> None:
         {"callbacks": EarlyStopping},
         {"logger": "csv"},
         {"devices": 1.5},
+        {"overfit_batches": True},
+        {"num_sanity_val_steps": True},
     ],
 )
 def test_wrong_kinds(tmp_path: Path, options: dict[str, Any]) -> None:
@@ -135,6 +147,11 @@ def test_environment_by_name(tmp_path: Path) -> None:
         {"callbacks": TQDMProgressBar(), "enable_progress_bar": False},
         {"callbacks": [EarlyStopping("loss"), EarlyStopping("loss")]},
         {"min_epochs": 3, "max_epochs": 2},
+        {"min_steps": 3, "max_steps": 2},
+        {"overfit_batches": 2, "limit_train_batches": 3},
+        {"overfit_batches": 2, "limit_val_batches": 1},
+        {"overfit_batches": 2, "fast_dev_run": True},
+        {"check_val_every_n_epoch": None, "val_check_interval": 0.5},
     ],
 )
 def test_contradictions(tmp_path: Path, options: dict[str, Any]) -> None:

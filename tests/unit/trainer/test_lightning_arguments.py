@@ -153,12 +153,6 @@ def test_min_steps(tmp_path: Path, options: dict[str, Any], steps: int) -> None:
     assert train.global_step == steps
 
 
-def test_more_min_steps_than_max_steps(tmp_path: Path) -> None:
-    """That is a contradiction."""
-    with pytest.raises(ConfigurationError, match="min_steps=3 is more than max_steps=2"):
-        trainer(tmp_path, min_steps=3, max_steps=2)
-
-
 class SeesSamples(Line):
     """Notes the numbers of the samples, and whether tensors belong to inference mode."""
 
@@ -206,15 +200,6 @@ def test_overfit_batches_with_a_sampler(tmp_path: Path) -> None:
     sampler = WeightedRandomSampler([1.0] * 8, 8)
     with pytest.warns(UserWarning, match="overfit_batches keeps WeightedRandomSampler"):
         trainer(tmp_path, overfit_batches=1).fit(Line(), loader(sampler=sampler))
-
-
-@pytest.mark.parametrize(
-    "option", [{"limit_train_batches": 3}, {"limit_val_batches": 1}, {"fast_dev_run": True}]
-)
-def test_overfit_batches_and_other_limits(tmp_path: Path, option: dict[str, Any]) -> None:
-    """Two limits of the same batches contradict each other."""
-    with pytest.raises(ConfigurationError, match="contradict each other"):
-        trainer(tmp_path, overfit_batches=2, **option)
 
 
 @pytest.mark.parametrize("is_on", [True, False])
@@ -343,12 +328,6 @@ def test_validation_counted_over_epochs_continues(tmp_path: Path) -> None:
     assert model.seen == ["train 0", "train 1", "validate 0", "train 2", "train 3"]
 
 
-def test_validation_counted_over_epochs_needs_a_number(tmp_path: Path) -> None:
-    """A fraction of an epoch cannot be counted over epochs."""
-    with pytest.raises(ConfigurationError, match="check_val_every_n_epoch=None counts batches over epochs"):
-        trainer(tmp_path, check_val_every_n_epoch=None, val_check_interval=0.5)
-
-
 def test_no_samples_are_missing() -> None:
     """The helper's numbers of samples are those that `SeesSamples` notes."""
     data = samples()
@@ -383,10 +362,3 @@ def test_the_time_counts_from_the_last_validation(tmp_path: Path, monkeypatch: p
     train.fit(model, loader(), loader(count=2))
     assert "".join("V" if name.startswith("validate") else "t" for name in model.seen) == "tttV" * 4
     assert train.val_check_interval == interval
-
-
-@pytest.mark.parametrize("value", ["ten minutes", {"minute": 1}, timedelta(seconds=-1)])
-def test_a_time_that_is_none(tmp_path: Path, value: Any) -> None:
-    """The error names the argument."""
-    with pytest.raises(InvalidArgumentError, match="val_check_interval"):
-        trainer(tmp_path, val_check_interval=value)

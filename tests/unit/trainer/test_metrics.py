@@ -242,16 +242,9 @@ def test_loggers_get_every_nth_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["high", torch.zeros(2), None])
 def test_no_number(value: Any) -> None:
     """Only numbers can be logged."""
-    with pytest.raises(InvalidTypeError, match="log\\('x'\\) value"):
+    with pytest.raises(InvalidTypeError, match="log\\('x'\\) value") as caught:
         Results(nn.Module(), is_evaluation=True).log("x", value)
-
-
-def test_a_text_for_a_number() -> None:
-    """The advice for a text is not to average it."""
-    with pytest.raises(InvalidTypeError, match=r"log\('x'\) value='a' is of type str") as caught:
-        Results(nn.Module(), is_evaluation=True).log("x", "a")
-    assert 'Fix: self.log("x", number)' in str(caught.value)
-    assert "mean()" not in str(caught.value)
+    assert ("mean()" in str(caught.value)) == isinstance(value, torch.Tensor)  # it is no advice for a text
 
 
 def test_unknown_reduction() -> None:

@@ -55,9 +55,3 @@ def test_no_training_module(tmp_path: Path) -> None:
     """A module of torch's is refused."""
     with pytest.raises(InvalidTypeError, match="an instance of TrainingModule"):
         trainer(tmp_path).fit(nn.Linear(1, 1), loader())  # type: ignore[arg-type]  # the mistake
-
-
-def test_overfit_batches_that_are_no_number(tmp_path: Path) -> None:
-    """True is no number of batches; the error says what is."""
-    with pytest.raises(InvalidTypeError, match="overfit_batches=True is of type bool: expected a number"):
-        trainer(tmp_path, overfit_batches=True)

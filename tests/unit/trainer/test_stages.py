@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from rankwise.errors import InvalidArgumentError
 from tests.unit.trainer.helpers import Line, loader, trainer
 
 Flags = tuple[bool, bool, bool, str | None]
@@ -83,15 +82,6 @@ def test_the_users_workspace_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     model = Looking()
     trainer(tmp_path, max_steps=1, deterministic=True).fit(model, loader())
     assert model.flags[0][3] == ":16:8" == os.environ["CUBLAS_WORKSPACE_CONFIG"]
-
-
-@pytest.mark.parametrize(
-    "arguments", [{"deterministic": "maybe"}, {"benchmark": "yes"}, {"sync_batchnorm": 2}]
-)
-def test_values_that_cannot_be(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    """Other values are refused."""
-    with pytest.raises(InvalidArgumentError):
-        trainer(tmp_path, **arguments)
 
 
 def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -339,38 +339,6 @@ def test_a_limit_of_zero_trains_nothing(tmp_path: Path) -> None:
     assert model.seen == []
 
 
-def test_order_of_hooks(tmp_path: Path) -> None:
-    """Hooks come in the documented order: callbacks before the module."""
-    seen: list[str] = []
-    callback = Callback()
-    for name in dir(Callback):
-        if name.startswith("on_") or name in ("setup", "teardown"):
-            setattr(callback, name, lambda *_, name=name: seen.append(name))
-    trainer(tmp_path, callbacks=callback, limit_train_batches=1).fit(Line(), loader(), loader(2))
-    assert seen == [
-        "setup",
-        "on_fit_start",
-        "on_train_start",
-        "on_train_epoch_start",
-        "on_train_batch_start",
-        "on_before_zero_grad",
-        "on_before_backward",
-        "on_after_backward",
-        "on_before_optimizer_step",
-        "on_train_batch_end",
-        "on_validation_start",
-        "on_validation_epoch_start",
-        "on_validation_batch_start",
-        "on_validation_batch_end",
-        "on_validation_epoch_end",
-        "on_validation_end",
-        "on_train_epoch_end",
-        "on_train_end",
-        "on_fit_end",
-        "teardown",
-    ]
-
-
 def test_exception(tmp_path: Path) -> None:
     """An exception reaches the callbacks and the caller, and teardown hooks run."""
     seen: list[str] = []
@@ -483,12 +451,6 @@ def test_nothing_to_optimise(tmp_path: Path, returned: Any) -> None:
     assert torch.equal(model.layer.weight, Line().layer.weight)
 
 
-def test_no_training_module(tmp_path: Path) -> None:
-    """A plain torch module is refused."""
-    with pytest.raises(InvalidTypeError, match="expected an instance of TrainingModule"):
-        trainer(tmp_path).fit(nn.Linear(1, 1), loader())  # type: ignore[arg-type]  # that is the point
-
-
 def test_missing_parts(tmp_path: Path) -> None:
     """A module without the step or the loader that a stage needs is refused before anything runs."""
     train = trainer(tmp_path)
@@ -496,21 +458,6 @@ def test_missing_parts(tmp_path: Path) -> None:
         train.fit(Line())
     with pytest.raises(ConfigurationError, match=r"TrainingModule does not define test_step"):
         train.test(TrainingModule(), loader())
-
-
-def test_own_loaders(tmp_path: Path) -> None:
-    """A module may bring its loaders."""
-
-    class WithLoaders(Line):
-        def train_dataloader(self) -> Any:
-            return loader(4)
-
-        def val_dataloader(self) -> Any:
-            return loader(2)
-
-    model = WithLoaders()
-    trainer(tmp_path).fit(model)
-    assert model.seen == ["train 0", "train 1", "validate 0"]
 
 
 def test_facts_of_the_module(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ def weights_of(model: Line, tmp_path: Path, **options: Any) -> Tensor:
 # What Lightning 2.6 calls for this fit: c for the callback, m for the module.
 LIGHTNINGS = """
 c setup, m setup, m configure_model, c on_fit_start, m on_fit_start,
+c on_train_start, m on_train_start,
 c on_train_epoch_start, m on_train_epoch_start,
 m on_before_batch_transfer, m transfer_batch_to_device, m on_after_batch_transfer,
 c on_train_batch_start, m on_train_batch_start, m training_step,
@@ -50,7 +51,8 @@ m on_before_batch_transfer, m transfer_batch_to_device, m on_after_batch_transfe
 c on_validation_batch_start, m on_validation_batch_start, m validation_step,
 c on_validation_batch_end, m on_validation_batch_end,
 c on_validation_epoch_end, m on_validation_epoch_end, c on_validation_end, m on_validation_end,
-m on_validation_model_train, c on_train_epoch_end, m on_train_epoch_end, c on_fit_end, m on_fit_end,
+m on_validation_model_train, c on_train_epoch_end, m on_train_epoch_end,
+c on_train_end, m on_train_end, c on_fit_end, m on_fit_end,
 c teardown, m teardown
 """
 

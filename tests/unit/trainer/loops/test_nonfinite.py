@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise import DDPStrategy
-from rankwise.errors import ConfigurationError, InvalidArgumentError, NonFiniteLossError
+from rankwise.errors import ConfigurationError, NonFiniteLossError
 from rankwise.gradient_sync import register_ddp_comm_hook
 from rankwise.precision import MixedPrecision
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
@@ -127,12 +127,6 @@ def test_nan_among_scaled_losses(tmp_path: Path, policy: str) -> None:
         train.fit(model, loader())
         assert torch.equal(model.weights[0], model.weights[1])
         assert not torch.equal(model.weights[1], model.weights[2])
-
-
-def test_other_policies(tmp_path: Path) -> None:
-    """Another policy is refused at once."""
-    with pytest.raises(InvalidArgumentError, match="'raise' or 'skip'"):
-        trainer(tmp_path, on_nonfinite="stop")
 
 
 @pytest.mark.parametrize("arguments", [{"on_nonfinite": "skip"}, {"precision": "16-mixed"}])

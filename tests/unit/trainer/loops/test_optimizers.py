@@ -161,23 +161,6 @@ def _with_options(options: dict[str, Any], optimizer: Any, scheduler: Any) -> An
     return [optimizer], [{"scheduler": scheduler, **options}]
 
 
-def test_plateau(tmp_path: Path) -> None:
-    """ReduceLROnPlateau sees the metric of the epoch that has just ended."""
-
-    class Stuck(Line):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val_loss", 1.0)
-
-        def configure_optimizers(self) -> Any:
-            optimizer = SGD(self.parameters(), lr=1.0)
-            plateau = ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
-            return {"optimizer": optimizer, "lr_scheduler": plateau, "monitor": "val_loss"}
-
-    train = trainer(tmp_path, max_epochs=3)
-    train.fit(Stuck(), loader(), loader())
-    assert train.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01)
-
-
 def test_plateau_without_metric(tmp_path: Path) -> None:
     """A metric that nobody logs is an error, unless strict=False."""
 

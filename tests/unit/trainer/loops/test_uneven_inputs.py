@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from rankwise.data.batches import sharded_sampler_of
-from rankwise.errors import ConfigurationError, InvalidArgumentError, UnevenInputsError
+from rankwise.errors import ConfigurationError, UnevenInputsError
 from rankwise.launchers.context import WorkerContext
 from rankwise.ranks import RankInfo
 from rankwise.trainer.data.train_data import TrainDataShard
@@ -129,12 +129,6 @@ def test_weights_alone(tmp_path: Path) -> None:
     train = trainer(tmp_path)
     share = TrainDataShard(LoaderShard([], float("inf")), 0, 1.0, train.strategy)
     assert BatchSchedule(train.strategy, nn.Identity(), share, "error").weight(4, 8) == 1 / 4
-
-
-def test_unknown_policy(tmp_path: Path) -> None:
-    """A policy is one of three."""
-    with pytest.raises(InvalidArgumentError, match="uneven_inputs='joint'"):
-        trainer(tmp_path, uneven_inputs="joint")
 
 
 @pytest.mark.parametrize(("policy", "count"), [("error", 4), ("join", 3)])
