@@ -221,14 +221,14 @@ def test_ranks_that_come_to_no_boundary(supervise: Supervise) -> None:
 
 def test_ranks_that_have_stopped_have_no_time_limit(supervise: Supervise) -> None:
     """Nothing is left to look at once all have ended."""
-    job = training(supervise, teardown_timeout_s=4 * SHORT_S)
+    job = training(supervise, teardown_timeout_s=40 * SHORT_S)
     with pytest.raises(StoppedBySignal), job.supervisor.handle_signals():
         signal.raise_signal(signal.SIGTERM)
         assert job[1].receive() == asked(signal.SIGTERM)
         for rank in (job[0], job[1]):
             rank.send(Kind.STOPPED, b"15")
             rank.exit(143)
-        threading.Event().wait(4 * SHORT_S)
+        threading.Event().wait(44 * SHORT_S)
         job.supervisor.wait_job()
 
 
