@@ -239,6 +239,8 @@ class StopTimeout:
         if ago_s > self._timeout_s:  # this process was suspended, and the ranks perhaps with it
             self._since_s = max(self._since_s, now_s)
         begun_s = [worker.heartbeat.read().at_s for worker in self._workers if not worker.has_ended]
-        if self.number is not None and now_s - max([self._since_s, *begun_s]) > self._timeout_s:
+        if self.number is None or not begun_s:  # all have ended
+            return
+        if now_s - max(self._since_s, *begun_s) > self._timeout_s:
             self._since_s = math.inf
             self._on_timeout(self.number)

@@ -228,7 +228,7 @@ def test_ranks_that_have_stopped_have_no_time_limit(supervise: Supervise) -> Non
         for rank in (job[0], job[1]):
             rank.send(Kind.STOPPED, b"15")
             rank.exit(143)
-        threading.Event().wait(44 * SHORT_S)
+        threading.Event().wait(60 * SHORT_S)
         job.supervisor.wait_job()
 
 
