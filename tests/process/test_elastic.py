@@ -226,7 +226,7 @@ AGENT = """
 )
 def test_nobody_outlives_the_agent(how: signal.Signals, code: int, run_script: ScriptRunner) -> None:
     """The workers end with the agent's process, however that ends."""
-    running = run_script.start(AGENT, "fork")
+    running = run_script.start(AGENT, "fork", fresh=True)  # torch 2.6 makes a folder where it forks later
     running.wait_for("up", count=2)
     running.send_signal(how)
     assert running.finish(timeout=30, leftover_grace_s=2.0).returncode == code
