@@ -31,8 +31,8 @@ run again. It takes a third of a second.
 _READ_AT_START = re.compile(
     # Python and coverage read these when an interpreter starts, the C library when a program does,
     r"PYTHON(?!PATH$)|COVERAGE_|LD_|LC_|LANG|TZ$|MALLOC_|GLIBC_|"
-    # torch and the libraries of its kernels when they are imported.
-    r"TORCH|PYTORCH_|CUDA|OMP_|GOMP_|KMP_|MKL_|OPENBLAS_|NPY_|NUMPY_|ATEN_"
+    # torch and the libraries of its kernels when they are imported; its compiler's import sets the one left out.
+    r"TORCH(?!INDUCTOR_CACHE_DIR$)|PYTORCH_|CUDA|OMP_|GOMP_|KMP_|MKL_|OPENBLAS_|NPY_|NUMPY_|ATEN_"
 )
 _RESERVED = "/" * 400  # for the program's own marker
 
