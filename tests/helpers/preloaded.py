@@ -31,7 +31,7 @@ run again. It takes a third of a second.
 _READ_AT_START = re.compile(
     # Python and coverage read these when an interpreter starts, the C library when a program does,
     r"PYTHON(?!PATH$)|COVERAGE_|LD_|LC_|LANG|TZ$|MALLOC_|GLIBC_|"
-    # torch and the libraries of its kernels when they are imported; its compiler's import sets the one left out.
+    # torch and its libraries of kernels when they are imported (an import of its compiler sets that folder).
     r"TORCH(?!INDUCTOR_CACHE_DIR$)|PYTORCH_|CUDA|OMP_|GOMP_|KMP_|MKL_|OPENBLAS_|NPY_|NUMPY_|ATEN_"
 )
 _RESERVED = "/" * 400  # for the program's own marker

@@ -92,6 +92,10 @@ def connect_by_hand(strategy: DDPStrategy) -> float:
 
 
 def test_init_process_group() -> None:
-    """A program without a strategy connects by its environment alone; a second call finds the group."""
+    """A program without a strategy connects by its environment alone; a second call finds the group.
+
+    Often, because torch 2.6 may wait for ever when a program destroys a group that has just worked.
+    """
     strategy = ddp("fork", "tcp")
-    assert strategy.launch(connect_by_hand, init_process_group=False) == 1.0
+    for _ in range(5):
+        assert strategy.launch(connect_by_hand, init_process_group=False) == 1.0

@@ -232,6 +232,8 @@ def join_process_group(
                 **(options or {}),
             )
         try:
+            if torch.__version__ < "2.8":
+                _drop_with(dist.group.WORLD)  # the program may destroy it by torch's function
             refuse_unknown_torch()
             seal_default_store(key_of().secret)
         except BaseException:
@@ -385,20 +387,26 @@ def destroy_groups() -> None:
     A gloo group joins its threads when its last reference is dropped. One of these threads runs the callbacks
     of futures, such as communication hooks, and drops them after the waiting thread has continued. If such a
     callback holds the last reference to the group, the thread joins itself, which aborts the process.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        _drop_with(group)
+    dist.destroy_process_group()
+
+
+def _drop_with(group: Any) -> None:
+    """Keep a group's back ends, which own the threads, until the group is dropped: any thread may do that."""
+    backends = [group._get_backend(device_type) for device_type in group._device_types]
+    weakref.finalize(group, _drop_backends, backends).atexit = False
+
+
+def _drop_backends(backends: list[Any]) -> None:
+    """Release the back ends.
 
     Before torch 2.8 the caller holds Python's global lock while it joins the threads. One may wait for
     that lock to release its last tensor: the threads get a moment for it.
     """
     if torch.__version__ < "2.8":
         time.sleep(_RELEASE_S)
-    for group in list(dist.distributed_c10d._world.pg_map):
-        # The back ends own the threads: while they are referenced, any thread may drop the group.
-        backends = [group._get_backend(device_type) for device_type in group._device_types]
-        weakref.finalize(group, _drop_backends, backends).atexit = False
-    dist.destroy_process_group()
-
-
-def _drop_backends(backends: list[Any]) -> None:
     if not isinstance(threading.current_thread(), threading._DummyThread):
         backends.clear()
     else:  # possibly one of the threads that would be joined; Python waits for the new one before it exits
