@@ -63,6 +63,10 @@ class Drawing(TrainingModule):
         self.automatic_optimization = not is_manual
         self.shared: list[tuple[str, list[float]]] = []
         self.own: list[list[float]] = []
+        self.layer.weight.register_hook(self.draw_for_gradient)
+
+    def draw_for_gradient(self, gradient: Tensor) -> None:
+        self.shared.append(("tensor hook", draws()))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.own.append(draws())

@@ -114,11 +114,6 @@ def _has_accumulate_hooks(parameter: Tensor) -> bool:
     return any(not str(getattr(hook, "__module__", "")).startswith("rankwise.") for hook in hooks.values())
 
 
-def hooked_parameters(module: nn.Module) -> list[str]:
-    """Return the names of the parameters with tensor hooks, which get the gradients of this rank's batch."""
-    return [name for name, parameter in _averaged(module).items() if parameter._backward_hooks]
-
-
 def sparse_layers(module: nn.Module) -> list[str]:
     """Return the names of the layers whose gradients are sparse, as in `nn.Embedding(sparse=True)`."""
     return [

@@ -36,6 +36,7 @@ from rankwise.gradient_sync.parameters import (
     share_buffers_next,
     trained_parameters,
 )
+from rankwise.gradient_sync.tensor_hooks import TensorHooks
 from rankwise.gradient_sync.tracking import TrackedModule, rebuild_reducer
 from rankwise.gradient_sync.unused import (
     UnusedParameterMonitor,
@@ -58,7 +59,7 @@ from rankwise.process_group.after_failure import is_after_failure
 from rankwise.process_group.collectives import has_other_ranks
 from rankwise.process_group.objects import gather_object
 
-_OF_A_JOB = ("_states", "_averaging", "_modules", "_counting", "_unit")
+_OF_A_JOB = ("_states", "_averaging", "_modules", "_counting", "_unit", "tensor_hooks")
 States = list[list[dict[str, Any]]]
 NoSync = Callable[[nn.Module, bool], AbstractContextManager[Any]]
 """`no_sync(module, enabled)`: a block in which DDP does not average gradients if enabled."""
@@ -116,6 +117,7 @@ class GradientSync:
         self._averaging: ModelAveraging | None = None
         self._modules: weakref.WeakKeyDictionary[nn.Module, _OfModule] = weakref.WeakKeyDictionary()
         self._counting: list[tuple[WeightAccumulator, WeightCarrier | None]] = []
+        self.tensor_hooks = TensorHooks()
         is_compressed = self.hook is not None and not self.hook.is_plain
         self._unit = WeightUnit(is_bounded=is_compressed) if self.weighting == "logged" else None
 
@@ -328,8 +330,10 @@ class GradientSync:
         counting = _NOTHING if weights is None else self.counting(weights, carrier)
         is_first = is_reducing and not is_final_microbatch and self.mode is GradientSyncMode.SINGLE_AUTO_SYNC
         kept = local_gradients_kept(module, carrier) if is_first else _NOTHING
+        trained = () if tracked is None or self.averages_nothing else tracked.parameters.all
+        hooks = self.tensor_hooks.kept(trained, module, is_averaged=is_final_microbatch)
         try:
-            with kept, counting, no_sync(module, not is_reducing):
+            with kept, counting, hooks, no_sync(module, not is_reducing):
                 yield
         except RuntimeError as error:
             if isinstance(module, DistributedDataParallel) and (found := explain_unused(error, module)):
@@ -346,6 +350,7 @@ class GradientSync:
                 check_averaged(module, carrier, before)
         if is_final_microbatch:
             self._end_window(module, own, used, parameters_of, group, is_averaged=is_averaged)
+        self.tensor_hooks.call()
         if isinstance(module, DistributedDataParallel) and is_averaged and own.monitor is not None:
             own.monitor.record(module, is_final_microbatch)
 

@@ -13,7 +13,7 @@ import torch
 
 from rankwise.data.sampler import length_of
 from rankwise.errors import ConfigurationError
-from rankwise.gradient_sync.parameters import hooked_parameters, share_buffers, shares_buffers
+from rankwise.gradient_sync.parameters import share_buffers, shares_buffers
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.seed import isolated_random_state, mixed_seed
 from rankwise.stores.waiting import StoreCounter
@@ -100,7 +100,6 @@ class FitLoop:
             _warn_of_evaluation_mode(context)
             self._hooks.call("on_train_start")
             context.warn_if_done()
-            _warn_of_tensor_hooks(context)
             if self._strategy.world_size > 2 or self._strategy.gradients.hook is not None:
                 record_gradient_order(context)  # sums of two gradients do not depend on buckets
             part_streams(context, context.state.seed)
@@ -436,18 +435,6 @@ def _agreed_metric(context: LoopContext, config: SchedulerConfig) -> float | Non
             remedy=f'self.log("{config.monitor}", value), another "monitor", or "strict": False to skip it.',
         )
     return agreed
-
-
-def _warn_of_tensor_hooks(context: LoopContext) -> None:
-    """Warn on rank 0 of hooks that get gradients of one rank's batch, where there are several ranks."""
-    names = hooked_parameters(context.module)
-    if names and context.strategy.world_size > 1 and context.strategy.is_global_zero:
-        warnings.warn(
-            f"Parameters have tensor hooks ({len(names)}): {names[0]}{', ...' if len(names) > 1 else ''}. "
-            "They get the gradient of each rank's own batch, before it is averaged. Hooks may read it, or "
-            "multiply it by a constant; do all else, such as clamping, in on_before_optimizer_step.",
-            stacklevel=2,
-        )
 
 
 def _warn_of_evaluation_mode(context: LoopContext) -> None:

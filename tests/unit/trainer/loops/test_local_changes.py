@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from rankwise import TrainingModule
 from rankwise.errors import ConfigurationError, RankMismatchError
+from rankwise.gradient_sync.tensor_hooks import TensorHooks
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
 from tests.process.training_tasks import quiet_trainer
 from tests.unit.gradient_sync.helpers import FEATURES, assert_close, net
@@ -121,37 +122,99 @@ def test_a_step_in_the_backward_pass() -> None:
     assert fit(Accumulating, 1)
 
 
-class Masked(Model):
-    """Has a tensor hook that multiplies by a constant."""
+class Hooked(Model):
+    """Has a tensor hook on each parameter, which is a row of `HOOKS`."""
 
-    hook = staticmethod(lambda gradient: gradient * 0.5)
+    name = "mask"
 
     def __init__(self) -> None:
         super().__init__()
+        self.seen: list[float] = []
         for parameter in self.parameters():
-            parameter.register_hook(type(self).hook)
+            parameter.register_hook(partial(HOOKS[self.name], self))
+
+    def read(self, gradient: Tensor) -> None:
+        self.seen.append(float(gradient.norm()))
 
 
-class Clamped(Masked):
-    """Has a tensor hook that is not linear."""
+class HookedManual(Hooked):
+    """Computes gradients by itself."""
 
-    hook = staticmethod(clamp)
+    automatic_optimization = False
 
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_linear_tensor_hooks(ranks: int) -> None:
-    """They give the weights of one process; a warning says what hooks may do."""
-    with pytest.warns(UserWarning, match=re.escape("tensor hooks (4): net.0.weight, ...")):
-        found = fit(Masked, ranks)
-    assert_close(found, fit(Masked, 1))
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
 
 
-def test_tensor_hooks_that_are_not_linear() -> None:
-    """They get the gradients of each rank's own batch, so the result is not that of one process."""
-    with pytest.warns(UserWarning, match="clamping, in on_before_optimizer_step"):
-        found = fit(Clamped, 2)
-    with pytest.raises(AssertionError):
-        assert_close(found, fit(Clamped, 1))
+HOOKS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "mask": lambda module, gradient: gradient * 0.5,
+    "clamp": lambda module, gradient: clamp(gradient),
+    "clamp_": lambda module, gradient: gradient.clamp_(-0.05, 0.05),
+    "sign": lambda module, gradient: None if gradient.ndim == 1 else gradient.sign(),
+    "read": lambda module, gradient: module.read(gradient),
+}
+
+
+def hooked(name: str, base: type[Hooked] = Hooked) -> type[Hooked]:
+    return type(f"{base.__name__}{name}", (base,), {"name": name})
+
+
+@pytest.mark.parametrize("base", [Hooked, HookedManual])
+@pytest.mark.parametrize("name", HOOKS)
+def test_tensor_hooks(name: str, base: type[Hooked]) -> None:
+    """They get averaged gradients, so any hook gives the weights of one process."""
+    assert_close(fit(hooked(name, base), 3), fit(hooked(name, base), 1))
+
+
+@pytest.mark.parametrize("options", [{"sync_mode": "forced_sync"}, {"gradient_weighting": "samples"}])
+def test_tensor_hooks_of_other_averages(options: Any) -> None:
+    """The same with each way in which gradients are averaged."""
+    assert_close(fit(hooked("clamp"), 2, options), fit(hooked("clamp"), 1))
+
+
+@pytest.mark.parametrize("name", ["mask", "clamp", "clamp_"])
+@pytest.mark.parametrize("mode", ["single_auto_sync", "multi_auto_sync", "forced_sync"])
+def test_tensor_hooks_before_the_average(name: str, mode: str) -> None:
+    """A change of what is added to gradients of earlier batches is refused, by the parameter's name."""
+    with pytest.raises(ConfigurationError, match=r"'net\.[02]\.(weight|bias)' has changed a gradient"):
+        fit(hooked(name), 2, {"sync_mode": mode}, accumulate_grad_batches=2)
+
+
+def test_tensor_hooks_that_read() -> None:
+    """They may read each batch's gradient, and can be removed while they are kept."""
+    assert_close(
+        fit(hooked("read"), 2, accumulate_grad_batches=2), fit(hooked("read"), 1, accumulate_grad_batches=2)
+    )
+    module = Model()
+    hooks = TensorHooks()
+    calls: list[Tensor] = []
+    handles = [parameter.register_hook(calls.append) for parameter in module.parameters()]
+    with hooks.kept([*module.parameters()], module, is_averaged=True):
+        handles[0].remove()
+        module.loss([DATA]).backward()
+        assert calls == []
+    hooks.call()
+    assert [each.shape for each in calls] == [each.shape for each in [*module.parameters()][:0:-1]]
+    module.loss([DATA]).backward()
+    assert len(calls) == 6
+
+
+class HookedInForward(Model):
+    """Registers a hook in each forward pass."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        next(self.parameters()).register_hook(clamp)
+        return self.loss(batch)
+
+
+def test_tensor_hooks_of_a_forward_pass() -> None:
+    """They would get the gradient of the rank's own batch: refused on several ranks, by name."""
+    with pytest.raises(ConfigurationError, match=r"registered a tensor hook of parameter 'net\.0\.weight'"):
+        fit(HookedInForward, 2)
+    assert fit(HookedInForward, 1)
 
 
 class ClampedAfterBackward(Model):
