@@ -1,4 +1,4 @@
-"""The tables of docs/migrating.md have every difference between Lightning's names and arguments and ours."""
+"""The tables of docs/migrating have every difference between Lightning's names and arguments and ours."""
 
 import ast
 import enum
@@ -7,7 +7,6 @@ import inspect
 import re
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +15,7 @@ from rankwise import Callback, DataModule, Fabric, StrategyRegistry, Trainer, Tr
 from rankwise.compatibility.names import MISSING_NAMES, TRAINER_ARGUMENTS
 from rankwise.errors import MissingNameError, RankwiseError
 from rankwise.trainer import hooks
-from tests.docs.test_migrating import problems
+from tests.docs.test_migrating import PAGES, problems
 from tests.helpers.needs import need_installed
 
 need_installed("lightning")
@@ -26,8 +25,7 @@ pytestmark = [
     pytest.mark.usefixtures("pl"),  # importing Lightning changes the environment
 ]
 
-PAGE = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
-TABLES = PAGE.partition("\n## What differs from Lightning\n")[2].partition("\n## ")[0]
+TABLES = "".join(page.read_text() for page in PAGES if page.name.startswith("differences_"))
 HEADER = "| Lightning | rankwise | why | write |"
 
 
@@ -55,7 +53,7 @@ def _code(cell: str) -> list[str]:
 
 
 def _sections() -> Iterator[tuple[str, str]]:
-    for text in TABLES.split("\n### ")[1:]:
+    for text in TABLES.split("\n## ")[1:]:
         name, _, rest = text.partition("\n")
         yield name, rest
 

@@ -1,4 +1,4 @@
-"""The code in docs/migrating.md parses, and its names exist."""
+"""The code in docs/migrating parses, and its names exist."""
 
 import ast
 import builtins
@@ -29,6 +29,7 @@ from rankwise.environments.detect import environment_names
 from rankwise.trainer import Trainer, TrainingModule
 
 DOCS = Path(__file__).parents[2] / "docs"
+PAGES = sorted((DOCS / "migrating").glob("*.md"))
 SHELL = ("python ", "torchrun ")
 
 NAMES: dict[str, Any] = {
@@ -92,10 +93,10 @@ USERS = {
 OWN = {"self.my_group", "self.accuracy", "strategy.precision", "self.ddp_kwargs"}
 
 
-def rows(page: str) -> Iterator[tuple[str, list[str]]]:
+def rows(page: Path) -> Iterator[tuple[str, list[str]]]:
     """Yield each name of another system in the page's tables, and the pieces of code in its right column."""
     is_of_names = False
-    for line in (DOCS / page).read_text().splitlines():
+    for line in page.read_text().splitlines():
         if line in ("| theirs | ours |", "|---|---|"):
             is_of_names = is_of_names or line == "| theirs | ours |"
         elif not line.startswith("| "):
@@ -106,10 +107,11 @@ def rows(page: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def ours(heading: str) -> list[str]:
-    """Return the right column's code in the section under a heading."""
-    text = (DOCS / "migrating.md").read_text()
-    section = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    found = [line.split(" | ", 1)[1] for line in section.splitlines() if line.startswith("| `")]
+    """Return the right column's code in the sections under a heading, of all pages."""
+    texts = [page.read_text() for page in PAGES]
+    sections = [text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0] for text in texts]
+    lines = "\n".join(sections).splitlines()
+    found = [line.split(" | ", 1)[1] for line in lines if line.startswith("| `")]
     return [code for row in found for code in re.findall(r"`([^`]+)`", row)]
 
 
@@ -118,7 +120,7 @@ def _is_code(code: str) -> bool:
     return not code.isidentifier() and not code.startswith(SHELL)
 
 
-ROWS = list(rows("migrating.md"))
+ROWS = [row for page in PAGES for row in rows(page)]
 CODE = sorted({code for _, codes in ROWS for code in codes if _is_code(code)})
 MENTIONED = sorted({code for _, codes in ROWS for code in codes if code.isidentifier()})
 

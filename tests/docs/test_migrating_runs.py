@@ -1,4 +1,4 @@
-"""The lines of docs/migrating.md for a launched function run on two ranks."""
+"""The lines of docs/migrating for a launched function run on two ranks."""
 
 import re
 from pathlib import Path

@@ -26,7 +26,7 @@ class Fails(Regression):
 
 
 class Saves(Callback):
-    """What docs/migrating.md recommends instead of `OnExceptionCheckpoint`."""
+    """What docs/migrating recommends instead of `OnExceptionCheckpoint`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -24,7 +24,7 @@ from tests.unit.trainer.helpers import Line, loader, trainer
 pytestmark = pytest.mark.filterwarnings("ignore")  # what both libraries warn of
 
 ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "docs" / "migrating.md"
+PAGE = ROOT / "docs" / "migrating" / "differences_trainer.md"
 LIBRARIES = ("rankwise", "lightning")
 RECORD = records.read("hooks")
 LIGHTNINGS = {owner: set(RECORD["hooks"][owner]) for owner in OWNERS}
@@ -34,7 +34,7 @@ REFUSED = [(owner, name) for owner in OWNERS for name in sorted(LIGHTNINGS[owner
 
 
 class Difference(NamedTuple):
-    """A difference from Lightning, which docs/migrating.md explains.
+    """A difference from Lightning, which docs/migrating/differences_trainer.md explains.
 
     Attributes:
         row: how the line in the page begins.
