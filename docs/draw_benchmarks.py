@@ -1,10 +1,9 @@
-"""Write the tables and pictures of `docs/benchmarks.md` from `docs/benchmarks.json`.
+"""Write the tables and pictures of the pages about benchmarks from `docs/benchmarks.json`.
 
 python docs/draw_benchmarks.py
 
-`python -m benchmarks --json docs/benchmarks.json` measures. Each result stands between two comments in the
-page, `<!-- QUESTION -->` and `<!-- /QUESTION -->`; those in `docs/scaling.md` as well. A result that has
-not been measured leaves a sentence there that says so.
+`python -m benchmarks --json docs/benchmarks.json` measures. Each result stands between two comments in one of
+`PAGES`, `<!-- QUESTION -->` and `<!-- /QUESTION -->`. If it was not measured, a sentence there says so.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS / "benchmarks.json"
-PAGES = (DOCS / "benchmarks.md", DOCS / "scaling.md")
+PAGES = tuple(DOCS / name for name in ("benchmarks.md", "benchmarks_communication.md", "scaling.md"))
 PICTURES = DOCS / "pictures"
 BUSY = 0.75  # load per core: more than that is a busy machine
 

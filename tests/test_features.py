@@ -9,7 +9,7 @@ from tests.conftest import SLOW_FOLDERS
 
 REPOSITORY = Path(__file__).parents[1]
 PAGE = REPOSITORY / "docs" / "features.md"
-LIMITS = REPOSITORY / "docs" / "gradients.md"
+LIMITS = REPOSITORY / "docs" / "exactness.md"
 ON_PROCESSES = tuple(f"tests/{folder}/" for folder in ("process", "contract", "cluster", "gpu"))
 
 
@@ -72,8 +72,8 @@ def test_unit_tests_are_of_the_default_tier() -> None:
 
 
 def test_limits() -> None:
-    """Each row of docs/gradients.md, "Limits", names tests, all of which exist."""
-    _, _, section = LIMITS.read_text().partition("\n## Limits\n")
+    """Each row of docs/exactness.md, "Limits", names tests, all of which exist."""
+    section = LIMITS.read_text().partition("\n## Limits\n")[2].partition("\n## ")[0]
     limits = [(what, tests) for what, tests in rows(section) if what != "| what"]
     assert len(limits) > 20
     for what, tests in limits:

@@ -24,17 +24,18 @@ from rankwise.failures import exchange
 from tests.helpers.scripts import ScriptRunner
 
 DOCS = Path(__file__).parents[2] / "docs"
+SCRIPT = runpy.run_path(str(DOCS / "draw_benchmarks.py"))
 
 
 def test_pages_and_pictures_are_up_to_date() -> None:
     """They are what the script writes from the results; if not, run `python docs/draw_benchmarks.py`."""
-    written: dict[Path, str] = runpy.run_path(str(DOCS / "draw_benchmarks.py"))["pages"]()
+    written: dict[Path, str] = SCRIPT["pages"]()
     assert [path.name for path, text in written.items() if path.read_text() != text] == []
 
 
 def test_each_question_has_its_place() -> None:
     """Every question of `python -m benchmarks` has a section in one of the pages."""
-    text = "".join((DOCS / name).read_text() for name in ("benchmarks.md", "scaling.md"))
+    text = "".join(page.read_text() for page in SCRIPT["PAGES"])
     assert [name for name in QUESTIONS if f"<!-- {name} -->\n" not in text] == []
 
 

@@ -1,4 +1,4 @@
-"""What N ranks do not compute as one process does: see the table in docs/gradients.md."""
+"""What N ranks do not compute as one process does: see the table in docs/exactness.md."""
 
 import copy
 
