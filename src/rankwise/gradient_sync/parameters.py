@@ -114,6 +114,11 @@ def _has_accumulate_hooks(parameter: Tensor) -> bool:
     return any(not str(getattr(hook, "__module__", "")).startswith("rankwise.") for hook in hooks.values())
 
 
+def hooked_parameters(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the parameters with tensor hooks, which get the gradients of this rank's batch."""
+    return [parameter for parameter in parameters if parameter._backward_hooks]
+
+
 def sparse_layers(module: nn.Module) -> list[str]:
     """Return the names of the layers whose gradients are sparse, as in `nn.Embedding(sparse=True)`."""
     return [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -32,11 +31,12 @@ from rankwise.gradient_sync.parameters import (
     ParametersOf,
     check_dense,
     check_local_changes,
+    hooked_parameters,
     parameters_of,
     share_buffers_next,
     trained_parameters,
 )
-from rankwise.gradient_sync.tensor_hooks import TensorHooks
+from rankwise.gradient_sync.tensor_hooks import KeptHooks, call_hooks, hooks_kept, refuse_new_hooks
 from rankwise.gradient_sync.tracking import TrackedModule, rebuild_reducer
 from rankwise.gradient_sync.unused import (
     UnusedParameterMonitor,
@@ -59,12 +59,13 @@ from rankwise.process_group.after_failure import is_after_failure
 from rankwise.process_group.collectives import has_other_ranks
 from rankwise.process_group.objects import gather_object
 
-_OF_A_JOB = ("_states", "_averaging", "_modules", "_counting", "_unit", "tensor_hooks")
+_OF_A_JOB = ("_states", "_averaging", "_modules", "_counting", "_unit", "in_hooks")
 States = list[list[dict[str, Any]]]
 NoSync = Callable[[nn.Module, bool], AbstractContextManager[Any]]
 """`no_sync(module, enabled)`: a block in which DDP does not average gradients if enabled."""
 
 _NOTHING = nullcontext()
+_NO_HOOKS: AbstractContextManager[KeptHooks] = nullcontext([])
 # Modules whose static graph DDP has recorded.
 _recorded_graphs: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -117,7 +118,7 @@ class GradientSync:
         self._averaging: ModelAveraging | None = None
         self._modules: weakref.WeakKeyDictionary[nn.Module, _OfModule] = weakref.WeakKeyDictionary()
         self._counting: list[tuple[WeightAccumulator, WeightCarrier | None]] = []
-        self.tensor_hooks = TensorHooks()
+        self.in_hooks: Callable[[], AbstractContextManager[Any]] = nullcontext  # the block of tensor hooks
         is_compressed = self.hook is not None and not self.hook.is_plain
         self._unit = WeightUnit(is_bounded=is_compressed) if self.weighting == "logged" else None
 
@@ -331,9 +332,10 @@ class GradientSync:
         is_first = is_reducing and not is_final_microbatch and self.mode is GradientSyncMode.SINGLE_AUTO_SYNC
         kept = local_gradients_kept(module, carrier) if is_first else _NOTHING
         trained = () if tracked is None or self.averages_nothing else tracked.parameters.all
-        hooks = self.tensor_hooks.kept(trained, module, is_averaged=is_final_microbatch)
+        hooked = hooked_parameters(trained)
+        hooks = hooks_kept(hooked, module, is_averaged=is_final_microbatch) if hooked else _NO_HOOKS
         try:
-            with kept, counting, hooks, no_sync(module, not is_reducing):
+            with kept, counting, hooks as hooks_left, no_sync(module, not is_reducing):
                 yield
         except RuntimeError as error:
             if isinstance(module, DistributedDataParallel) and (found := explain_unused(error, module)):
@@ -343,14 +345,13 @@ class GradientSync:
             if tracked is not None:
                 tracked.is_checked = False
         is_averaged = isinstance(module, DistributedDataParallel) and is_reducing
-        if isinstance(module, DistributedDataParallel) and is_averaged:
-            if carrier is None:
-                check_finished(module)
-            else:
-                check_averaged(module, carrier, before)
+        if is_averaged:
+            _check_reduced(module, carrier, before)
         if is_final_microbatch:
             self._end_window(module, own, used, parameters_of, group, is_averaged=is_averaged)
-        self.tensor_hooks.call()
+        if now_hooked := hooked_parameters(trained):
+            refuse_new_hooks(set(now_hooked).difference(hooked), module)
+            call_hooks(hooks_left, self.in_hooks)
         if isinstance(module, DistributedDataParallel) and is_averaged and own.monitor is not None:
             own.monitor.record(module, is_final_microbatch)
 
@@ -542,6 +543,14 @@ class GradientSync:
         self._clear()
 
 
+def _check_reduced(wrapped: Any, carrier: WeightCarrier | None, before: Any) -> None:
+    """Check that DDP has averaged all gradients in the last backward pass."""
+    if carrier is None:
+        check_finished(wrapped)
+    else:
+        check_averaged(wrapped, carrier, before)
+
+
 def _divide(module: DistributedDataParallel, own: _OfModule, others: Sequence[Tensor]) -> None:
     """Divide the gradients of a wrapped module and of other parameters by the averaged weights."""
     if own.carrier is not None:
@@ -552,46 +561,3 @@ def _divide(module: DistributedDataParallel, own: _OfModule, others: Sequence[Te
         own_ids = set(map(id, others))
         inside = [each for each in trained_parameters(module) if id(each) not in own_ids]
         divide([*inside, *others], own.weights.averaged)
-
-
-def gradient_sync_context(
-    module: nn.Module,
-    optimizers: Iterable[Optimizer] | Optimizer = (),
-    is_final_microbatch: bool = True,
-    mode: GradientSyncMode | str = "auto",
-    group: dist.ProcessGroup | None = None,
-) -> AbstractContextManager[None]:
-    """Compute gradients in the block, and average them over the ranks after the window's last microbatch.
-
-    Works with any `DistributedDataParallel` in any training loop. It does nothing without a process group,
-    and with `forced_sync` the module need not be wrapped. If the block raises, nothing is averaged after
-    it.
-
-    Collective: every rank must enter it, with the same mode and parameters. In the window's last microbatch
-    (with `multi_auto_sync` in each one) the ranks wait for each other.
-
-    Args:
-        module: the wrapped module.
-        optimizers: `forced_sync` also averages those of their parameters that the module does not list.
-        is_final_microbatch: whether the optimizers step next.
-        mode: when gradients are averaged.
-        group: for a module that is not wrapped, the ranks to average over; all of them by default.
-
-    Raises:
-        UnknownNameError: for an unknown mode.
-        InvalidTypeError: for a module that is not wrapped with DDP, in a mode that needs DDP.
-        UnusedParametersError: when the loss does not depend on some parameters, and DDP does not look for
-            unused ones.
-    """
-    finds_unused = bool(getattr(module, "find_unused_parameters", False))
-    sync = _sync_in(resolve_sync_mode(mode, finds_unused_parameters=finds_unused))
-    return sync.context(module, optimizers, is_final_microbatch, _no_sync, group=group)
-
-
-@functools.cache
-def _sync_in(mode: GradientSyncMode) -> GradientSync:
-    return GradientSync(sync_mode=mode)
-
-
-def _no_sync(module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
-    return module.no_sync() if enabled and isinstance(module, DistributedDataParallel) else nullcontext()

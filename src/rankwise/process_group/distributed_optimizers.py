@@ -13,6 +13,8 @@ from rankwise.process_group.objects import broadcast
 from rankwise.torch_internals import SHARDED, check_torch
 
 _SHARDED = "ZeroRedundancyOptimizer"
+SHARDED_MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
+"""Without this module no optimizer is sharded."""
 
 
 def is_sharded(optimizer: Optimizer) -> bool:

@@ -80,7 +80,9 @@ Observer = Callable[[Call], None]
 
 # Blocks of several threads may overlap: the last one to end restores torch's methods.
 _lock = threading.Lock()
-_observers: list[Observer] = []
+observers: list[Observer] = []
+"""Whoever looks at this process's collectives now."""
+
 _undo: list[Callable[[], None]] = []
 
 
@@ -92,15 +94,15 @@ def intercepted(observer: Observer) -> Iterator[None]:
     block ends.
     """
     with _lock:
-        if not _observers:
+        if not observers:
             _wrap_all()
-        _observers.append(observer)
+        observers.append(observer)
     try:
         yield
     finally:
         with _lock:
-            _observers.remove(observer)
-            while _undo and not _observers:
+            observers.remove(observer)
+            while _undo and not observers:
                 _undo.pop()()
 
 
@@ -133,7 +135,7 @@ def _observed(plain: Any, name: str, rule: tuple[str, int]) -> Any:
     def observed(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         if group.size() > 1:
             call = _call(group, name, rule, (*args, *kwargs.values()))
-            for observer in tuple(_observers):
+            for observer in tuple(observers):
                 observer(call)
         return plain(group, *args, **kwargs)
 

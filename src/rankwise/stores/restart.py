@@ -46,6 +46,7 @@ from rankwise.stores.waiting import poll_until
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _RUN_ID = "TORCHELASTIC_RUN_ID"
+_COUNT = "TORCHELASTIC_RESTART_COUNT"
 _UNNAMED = "none"  # torchrun's default run id
 
 
@@ -84,7 +85,7 @@ def current_restart(environment: ClusterEnvironment | None = None) -> RestartInf
     if isinstance(environment, SlurmEnvironment) and environment.auto_requeue:
         return RestartInfo(environment.restart_count, environment.step_name, is_requeued=True)
     run_id = os.environ.get(_RUN_ID, "")
-    count = TorchElasticEnvironment().restart_count
+    count = TorchElasticEnvironment().restart_count if _COUNT in os.environ else 0
     return RestartInfo(count, "" if run_id == _UNNAMED else run_id)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,7 +32,7 @@ from rankwise.named_options import check_is_a
 from rankwise.nested import to_device
 from rankwise.precision import Precision
 from rankwise.process_group import collectives, objects, rank_zero_first
-from rankwise.process_group.distributed_optimizers import consolidate, is_sharded
+from rankwise.process_group.distributed_optimizers import SHARDED_MODULE, consolidate, is_sharded
 from rankwise.process_group.group import check_group_ranks
 from rankwise.processes.exit_codes import exit_code_kept
 from rankwise.ranks import RankInfo, job_entry, set_rank_zero_only
@@ -42,6 +43,7 @@ from rankwise.strategies.config import (
     PartField,
     ProcessConfig,
     RegisteredNames,
+    WithParts,
     copied_precision,
     take_fields,
 )
@@ -54,7 +56,7 @@ T = TypeVar("T")
 _PLUGINS: Mapping[str, type] = {"precision": Precision, "checkpoint_io": CheckpointIO}
 
 
-class Strategy(ABC):
+class Strategy(WithParts, ABC):
     """Start the processes, connect them, wrap the model, synchronise, clean up.
 
     A strategy is only a configuration until `bind` gives it a placement (ranks, devices, environment and
@@ -460,7 +462,7 @@ class Strategy(ABC):
 
     def is_sharded(self, optimizer: optim.Optimizer) -> bool:
         """Return whether each rank has only a part of the optimizer's state."""
-        return is_sharded(optimizer)
+        return SHARDED_MODULE in sys.modules and is_sharded(optimizer)
 
     def get_optimizer_state(self, optimizer: optim.Optimizer) -> dict[str, Any]:
         """Return an optimizer's whole state; torch's `ZeroRedundancyOptimizer` is consolidated first.
@@ -526,8 +528,7 @@ class Strategy(ABC):
         self, tensor: T, group: dist.ProcessGroup | None = None, reduce_op: collectives.Reduction = "mean"
     ) -> T:
         """Reduce a tensor or a number over the ranks; see `rankwise.process_group.all_reduce`."""
-        reduced: T = self._collective(collectives.all_reduce, tensor, group, reduce_op)
-        return reduced
+        return self._collective(collectives.all_reduce, tensor, group, reduce_op)
 
     def all_gather(
         self, tensor: Any, group: dist.ProcessGroup | None = None, sync_grads: bool = False

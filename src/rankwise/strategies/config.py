@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from operator import attrgetter
-from typing import Any, Generic, Literal, TypeVar, final
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, final
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -133,7 +133,7 @@ def take_fields(config: type, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 @final
-class PartField(Generic[T]):
+class PartField(property, Generic[T]):
     """An attribute of a strategy that is one of its part `part`; it can be set if that is a config."""
 
     def __init__(self, part: str) -> None:
@@ -141,22 +141,30 @@ class PartField(Generic[T]):
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
-        self._get = attrgetter(f"{self._part}.{name}")
-        self._get_bound = attrgetter(f"{self._part}.{name}".replace("placement.", "_placement.", 1))
+        path = f"{self._part}.{name}"
+        self.read = attrgetter(path)  # raises an error that says what is missing
+        # As a property of a function in C, it is read without a call in Python.
+        super().__init__(attrgetter(path.replace("placement.", "_placement.", 1)), self._set)
 
-    def __get__(self, strategy: Any, owner: type) -> T:
-        if strategy is None:
-            return self  # type: ignore[return-value]
-        try:
-            value: T = self._get_bound(strategy)
-        except AttributeError:  # the strategy is not bound, which the error says
-            value = self._get(strategy)
-        return value
+    if TYPE_CHECKING:
 
-    def __set__(self, strategy: Any, value: T) -> None:
+        def __get__(self, strategy: Any, owner: type | None = None) -> T: ...  # type: ignore[override]
+
+    def _set(self, strategy: Any, value: T) -> None:
         if not self._part.endswith("_config"):
             raise AttributeError(f"{self._name!r} cannot be set: it is {self._part}.{self._name}.")
         setattr(strategy, self._part, replace(getattr(strategy, self._part), **{self._name: value}))
+
+
+class WithParts:
+    """Has attributes that are `PartField`s, also of parts that are not there yet."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise the error that says what is missing."""
+        field = getattr(type(self), name, None)
+        if isinstance(field, PartField):
+            return field.read(self)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
 
 def _normalize(config: Any, **values: Any) -> None:

@@ -28,6 +28,7 @@ from rankwise.monitoring.heartbeat import (
     report_phase,
     report_saving,
 )
+from rankwise.process_group import interception
 from rankwise.process_group.after_failure import collectives_refused_after_failure
 from rankwise.process_group.collective_check import CollectiveCheck
 from rankwise.process_group.rank_zero import refuse_lone_call
@@ -36,6 +37,7 @@ from rankwise.processes.exit_codes import forked_children_exit
 from rankwise.processes.fork_safety import SET_BY_DYNAMO
 from rankwise.processes.interrupt import JobStopped
 from rankwise.processes.signals import ROUTER, SignalRequest, StoppedBySignal, ended_by, exit_by_signal
+from rankwise.ranks import is_in_rank_zero_section
 from rankwise.strategies.module_wrapping import WrappedModules
 
 if TYPE_CHECKING:
@@ -77,7 +79,7 @@ class Job:
             LifecycleError: in code that only rank zero runs and in hooks after a failure on this rank, where
                 other ranks would never call it.
         """
-        if self.worker.ranks.world_size > 1:
+        if self.worker.ranks.world_size > 1 and (interception.observers or is_in_rank_zero_section()):
             refuse_lone_call(name, None if group is None else group.size())
         return blocked_in(name)
 

@@ -12,6 +12,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, final
 
 import torch
+from torch.utils.data import DataLoader
 
 from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.loggers.base import finalize_all
@@ -498,6 +499,8 @@ def own_classes(trainer: object, *given: Any) -> AbstractContextManager[None]:
 
 
 def _is_data_module(value: object) -> bool:
+    if value is None or isinstance(value, DataLoader):
+        return False
     return isinstance(value, DataModule) or lightning_base(type(value), "LightningDataModule") is not None
 
 

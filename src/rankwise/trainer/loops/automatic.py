@@ -53,7 +53,7 @@ class AutomaticOptimization:
         self._is_window_start = True
         self._has_gradients = False
         self._random = context.stage.random
-        context.strategy.gradients.tensor_hooks.in_call = partial(context.stage.random.shared, "tensor hooks")
+        context.strategy.gradients.in_hooks = partial(context.stage.random.shared, "tensor hooks")
         self._optimizer_step = optimizer_step_of(context.strategy, context.stage.random)
         hooks = self._hooks = context.hooks
         own_step = hooks.own("optimizer_step")

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync import reduce_gradients
 from rankwise.gradient_sync.comm_hook import hook_of
-from rankwise.gradient_sync.parameters import check_dense, share_buffers_next
+from rankwise.gradient_sync.parameters import check_dense, hooked_parameters, share_buffers_next
+from rankwise.gradient_sync.tensor_hooks import call_hooks, hooks_kept
 from rankwise.process_group.after_failure import is_after_failure
 from rankwise.strategies.agreement import mean_loss
 from rankwise.trainer.hooks import num_step_arguments
@@ -85,7 +86,7 @@ class ManualOptimization:
         self._strategy = context.strategy
         self._module = context.module
         self._hooks = context.hooks
-        context.strategy.gradients.tensor_hooks.in_call = partial(context.stage.random.shared, "tensor hooks")
+        context.strategy.gradients.in_hooks = partial(context.stage.random.shared, "tensor hooks")
         self._optimizer_step = optimizer_step_of(context.strategy, context.stage.random)
         own_backward = context.hooks.own("backward")
         self._backward_options = {} if own_backward is None else {"run": own_backward}
@@ -155,10 +156,10 @@ class ManualOptimization:
         with nullcontext() if weights is None else sync.counting(weights):
             weighted = self.weighting.scaled(loss if is_left_out else self._guard.mark(loss), factor)
         parameters = self._parameters
-        hooked = parameters if self._strategy.world_size > 1 else ()
+        hooked = hooked_parameters(parameters) if self._strategy.world_size > 1 else []
         with self._separate_gradients() if weight is not None else nullcontext():
             with (
-                sync.tensor_hooks.kept(hooked, self._wrapped, is_averaged=not self._is_blocked),
+                hooks_kept(hooked, self._wrapped, is_averaged=not self._is_blocked) as hooks_left,
                 discard_new_gradients(parameters) if self._schedule.is_padding else nullcontext(),
                 zero_gradients(parameters) if is_left_out else nullcontext(),
             ):
@@ -168,7 +169,8 @@ class ManualOptimization:
                 self._local.update(self._with_gradients())
             else:
                 self._average()
-            sync.tensor_hooks.call()
+            if hooks_left:
+                call_hooks(hooks_left, sync.in_hooks)
         is_kept = self._is_blocked and self._strategy.world_size > 1
         remedy = "outside of no_backward_sync"
         with gradients_kept(parameters, remedy) if is_kept else nullcontext():

@@ -213,7 +213,7 @@ class Results:
         if reduce_fx not in REDUCTIONS:
             reduce_fx = reduction_named(reduce_fx)
         over_ranks = (sync_dist, sync_dist_group, rank_zero_only)
-        is_object = is_metric_object(value)
+        is_object = not isinstance(value, Tensor) and is_metric_object(value)
         if is_object:
             check_object_options(name, reduce_fx, *over_ranks)
         is_synced, sync_steps = self._synchronization(sync_dist, is_object=is_object)
@@ -228,7 +228,7 @@ class Results:
             prog_bar,
             logger is not False,
             rank_zero_only,
-            ranks_of_group(name, sync_dist_group),
+            None if sync_dist_group is None else ranks_of_group(name, sync_dist_group),
             self._suffix if add_dataloader_idx else "",
             sync_steps,
         )

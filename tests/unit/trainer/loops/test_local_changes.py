@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from rankwise import TrainingModule
 from rankwise.errors import ConfigurationError, RankMismatchError
-from rankwise.gradient_sync.tensor_hooks import TensorHooks
+from rankwise.gradient_sync.tensor_hooks import call_hooks, hooks_kept
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
 from tests.process.training_tasks import quiet_trainer
 from tests.unit.gradient_sync.helpers import FEATURES, assert_close, net
@@ -189,14 +190,13 @@ def test_tensor_hooks_that_read() -> None:
         fit(hooked("read"), 2, accumulate_grad_batches=2), fit(hooked("read"), 1, accumulate_grad_batches=2)
     )
     module = Model()
-    hooks = TensorHooks()
     calls: list[Tensor] = []
     handles = [parameter.register_hook(calls.append) for parameter in module.parameters()]
-    with hooks.kept([*module.parameters()], module, is_averaged=True):
+    with hooks_kept([*module.parameters()], module, is_averaged=True) as kept:
         handles[0].remove()
         module.loss([DATA]).backward()
         assert calls == []
-    hooks.call()
+    call_hooks(kept, nullcontext)
     assert [each.shape for each in calls] == [each.shape for each in [*module.parameters()][:0:-1]]
     module.loss([DATA]).backward()
     assert len(calls) == 6
