@@ -528,7 +528,7 @@ class Strategy(WithParts, ABC):
         self, tensor: T, group: dist.ProcessGroup | None = None, reduce_op: collectives.Reduction = "mean"
     ) -> T:
         """Reduce a tensor or a number over the ranks; see `rankwise.process_group.all_reduce`."""
-        return self._collective(collectives.all_reduce, tensor, group, reduce_op)
+        return self._collective(collectives.all_reduce, tensor, group, reduce_op)  # type: ignore[no-any-return]
 
     def all_gather(
         self, tensor: Any, group: dist.ProcessGroup | None = None, sync_grads: bool = False
