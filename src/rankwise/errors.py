@@ -12,7 +12,7 @@ RankwiseError
 |   |-- NotPicklableError (TypeError)       an object cannot be sent to another process
 |   |-- LaunchRefusedError (RuntimeError)   the start method cannot work here
 |   |-- MissingExtraError (ImportError)     an optional package is not installed
-|   |-- MissingNameError (ImportError)      a name of Lightning's that rankwise does not have
+|   |-- MissingNameError (ImportError)      a Lightning name that rankwise does not have
 |   |-- MissingAttributeError (AttributeError)  ... or an attribute of its Trainer
 |   `-- UnshardableLoaderError              a data loader cannot be split over ranks
 |-- InvalidTypeError (TypeError)            an argument has the wrong type
@@ -610,7 +610,7 @@ class ProcessGroupError(RankwiseError, RuntimeError):
 
 
 class PeerAuthenticationError(ProcessGroupError):
-    """A process that is no rank of the job has taken a rank's place; `problem` says which.
+    """A process that is not a rank of the job has taken a rank's place; `problem` says which.
 
     Raised before the first collective of the group, and before what came is unpickled.
     """

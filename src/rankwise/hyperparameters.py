@@ -119,7 +119,7 @@ class HyperparametersMixin:
         Args:
             args: names of arguments; or one mapping or `argparse.Namespace`, whose items are saved. Without
                 any, all arguments are saved; those that a checkpoint cannot hold, such as modules and
-                functions, are then in `hparams` but not in checkpoints, of which `fit` warns.
+                functions, are then in `hparams` but not in checkpoints, and `fit` warns of that.
             ignore: names of arguments that are not saved.
             frame: a frame within the constructor, for a call from elsewhere.
             logger: whether loggers get the hyperparameters when `fit` starts.
@@ -241,7 +241,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _parts(value: Any) -> list[Any] | None:
-    """Return the items of a container; None for what is none."""
+    """Return the items of a container; None for other values."""
     if isinstance(value, Namespace):
         return list(vars(value).values())
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Call what may block for ever: other people's code, a cut cable, a reader that does not read."""
+"""Call a function with a time limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 def call_with_limit(
     function: Callable[[], T], limit_s: float, *ignored: type[BaseException], name: str = "rankwise-call"
 ) -> list[T]:
-    """Call a function in a daemon thread; return its value, or nothing where there is none in time.
+    """Call a function in a daemon thread; return its value, or nothing if it takes longer than the limit.
 
     Returns nothing after one of the `ignored` exceptions either. `name` is the thread's.
     """

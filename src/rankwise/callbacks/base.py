@@ -46,7 +46,7 @@ class Callback:
         """Called when a stage raises on this rank."""
 
     def module_to_evaluate(self, module: TrainingModule) -> nn.Module | None:
-        """Return a module whose weights checkpoints have in place of those of `module`; None for these."""
+        """Return the module to save in checkpoints in place of `module`; None for `module` itself."""
         return None
 
     def on_save_checkpoint(

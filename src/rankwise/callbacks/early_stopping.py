@@ -104,7 +104,7 @@ class EarlyStopping(MonitoringCallback):
         return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        float(state_dict["best_score"])  # raises for what is no number
+        float(state_dict["best_score"])  # raises if it is not a number
         self.best_score = state_dict["best_score"]
         self.wait_count = operator.index(state_dict["wait_count"])
         self.stopped_epoch = operator.index(state_dict["stopped_epoch"])

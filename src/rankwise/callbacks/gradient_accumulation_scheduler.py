@@ -21,7 +21,7 @@ class GradientAccumulationScheduler(Callback):
             accumulates 8 batches in epochs 0 to 3, and 4 later. Epochs before the first one accumulate 1.
 
     Raises:
-        InvalidTypeError: if it is no dictionary of whole numbers.
+        InvalidTypeError: if it is not a dictionary of whole numbers.
         InvalidArgumentError: if it is empty, or has numbers that are too small.
         ConfigurationError: in `fit`, for manual optimisation, and with the Trainer's own
             `accumulate_grad_batches`.

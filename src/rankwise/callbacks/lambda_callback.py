@@ -16,11 +16,11 @@ class LambdaCallback(Callback):
     """Call functions as hooks: `LambdaCallback(on_train_start=lambda trainer, module: print("go"))`.
 
     Args:
-        hooks: a function for each hook, by the hook's name; None for none. It gets the hook's arguments
+        hooks: a function for each hook, by the hook's name, or None. It gets the hook's arguments
             without `self`.
 
     Raises:
-        UnknownArgumentError: for a name that is no hook of `Callback`.
+        UnknownArgumentError: for a name that is not a hook of `Callback`.
         InvalidTypeError: for what cannot be called.
     """
 

@@ -42,7 +42,7 @@ class LearningRateCurve:
     """The learning rates of a search, and the losses that they gave.
 
     Attributes:
-        mode, lr_min, lr_max, num_training: the search's, of which an early stop leaves out the end.
+        mode, lr_min, lr_max, num_training: the arguments of the search; it may stop before `lr_max`.
         results: `"lr"`, the learning rate of each step, and `"loss"`, the smoothed loss after it.
     """
 

@@ -174,7 +174,7 @@ class ModelCheckpoint(MonitoringCallback):
             raise ValueError("its best files are not among those that are kept")
         scores = [state_dict[name] for name in _SCORES]
         if not all(score is None or isinstance(score, Tensor) for score in scores):
-            raise TypeError(f"its scores are no tensors: {scores}")
+            raise TypeError(f"its scores are not tensors: {scores}")
         self.dirpath = state_dict["dirpath"]
         if self.run_token != (token := state_dict.get("run_token", "")):
             self.run_token, self._unverified, self._is_last_chosen = str(token), paths, False
@@ -292,7 +292,7 @@ class ModelCheckpoint(MonitoringCallback):
             ranks.rank_zero_only(_log.info)("ModelCheckpoint: epoch %d, step %d: saved %s", epoch, step, path)
 
     def _choose_last(self, trainer: Trainer) -> str:
-        """Return the path of this run's `last.ckpt`, which is no other run's. Collective.
+        """Return a path for this run's `last.ckpt` that no other run uses. Collective.
 
         A run may replace the last checkpoint from which it has continued, unless that is a symbolic link.
         """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rankwise.trainer import Trainer, TrainingModule
 
 LINE_INTERVAL_S = 10.0
-"""The least time between two lines, where the output is no terminal."""
+"""The least time between two lines, if the output is not a terminal."""
 
 
 class ProgressBar(Callback):

@@ -51,7 +51,7 @@ class RichProgressBarTheme:
 class RichProgressBar(ProgressBar):
     """Show progress with rich, and the metrics that were logged with `prog_bar=True`.
 
-    Where the console is no terminal, there is a line every ten seconds and one at the end instead.
+    If the console is not a terminal, it prints a line every ten seconds and one at the end instead.
 
     Args:
         refresh_rate: number of batches between updates.

@@ -88,7 +88,7 @@ def parse_duration(argument: str, given: Any) -> timedelta:
     """Return a duration; `given` is one, `"DD:HH:MM:SS"`, or a mapping of keywords of `timedelta`.
 
     Raises:
-        InvalidArgumentError, InvalidTypeError: if it is none; both name the `argument`.
+        InvalidArgumentError, InvalidTypeError: if `given` is not a duration; both name the `argument`.
     """
     if isinstance(given, str):
         match = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", given.strip())

@@ -94,7 +94,7 @@ class TorchCheckpointIO(CheckpointIO):
         return checkpoint
 
     def link_checkpoint(self, path: str | os.PathLike[str], link: str | os.PathLike[str]) -> None:
-        """Make `link` a hard link to the file at `path`, or a copy where there are no such links."""
+        """Make `link` a hard link to the file at `path`, or a copy if hard links are not supported."""
         with as_checkpoint_error(link):
             link_file(expanded_path(path), link)
 

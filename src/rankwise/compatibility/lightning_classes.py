@@ -36,15 +36,15 @@ _KEPT: Mapping[str, tuple[str, ...]] = {
 
 @contextmanager
 def classes_lent(trainer: object, given: Iterable[Any], classes: Mapping[str, type]) -> Iterator[None]:
-    """Temporarily add rankwise's base class to modules and data modules of Lightning's classes.
+    """Temporarily add rankwise's base class to modules and data modules that derive from Lightning's.
 
-    What their authors have written stays; the methods of Lightning's base class give way to rankwise's.
-    After the block they are what they were, and have no trainer. Other objects are left alone.
+    Methods of the user stay; rankwise's methods override those of Lightning's base class. After the block
+    the objects have their previous class, and no trainer. Other objects do not change.
 
     Args:
-        trainer: what they have as their trainer.
-        given: the objects; with a module its submodules.
-        classes: rankwise's classes by the name of Lightning's.
+        trainer: their trainer in the block.
+        given: the objects; a module's submodules are included.
+        classes: rankwise's base class for each name of a Lightning class.
     """
     lent: list[tuple[Any, type, type]] = []
     try:
@@ -66,7 +66,7 @@ def classes_lent(trainer: object, given: Iterable[Any], classes: Mapping[str, ty
 
 
 def give_class_to_callback(callback: object, own: type) -> None:
-    """Add rankwise's base class to a callback of Lightning's class; leave other objects alone.
+    """Add rankwise's base class to a callback that derives from Lightning's; leave other objects alone.
 
     Raises:
         ConfigurationError: for the callbacks that come with Lightning.
@@ -102,7 +102,7 @@ def _set_class(value: object, name: str, own: type) -> None:
 
 @functools.cache
 def _joined(kind: type, name: str, own: type) -> Any:
-    """Return a class with the methods of `kind`, and those of `own` in place of Lightning's."""
+    """Return a class with the methods of `kind`, and with `own`'s methods in place of Lightning's."""
     base: Any = lightning_base(kind, name)
     body = {
         "__module__": kind.__module__,
@@ -116,13 +116,13 @@ def _joined(kind: type, name: str, own: type) -> Any:
 
 @functools.cache
 def _bridge(base: type, name: str, own: type) -> Any:
-    """Return a class in which `own` comes before Lightning's class, but for what stays Lightning's."""
+    """Return a class in which `own` precedes Lightning's class, except for the names in `_KEPT`."""
     body: dict[str, Any] = {kept: inspect.getattr_static(base, kept) for kept in _KEPT[name]}
     body["__reduce_ex__"] = _reduce_ex
     if "hparams" in body:
         body["_hyperparameters"] = property(record_of_lightning)
     if name == "LightningModule":
-        # Hooks of `to_onnx`; Lightning's asks its own Trainer whose they are.
+        # Used by `to_onnx`; Lightning's version asks its own Trainer.
         body["_call_batch_hook"] = lambda module, hook, *args: getattr(module, hook)(*args)
         body["configure_sharded_model"] = None  # Lightning's is empty; one that a user has defined is refused
         body["_weight"] = None
@@ -134,7 +134,7 @@ def _filled(body: Mapping[str, Any]) -> Callable[[dict[str, Any]], None]:
 
 
 def _reduce_ex(value: Any, protocol: Any) -> tuple[Any, ...]:
-    """Return what pickle needs: Lightning's class, which can be imported, and ours, given again after it."""
+    """Pickle the object with Lightning's class, which can be imported; loading adds rankwise's again."""
     kind, name, own = type(value)._class_in_lightning
     parts: Any = object.__reduce_ex__(value, protocol)
     make, arguments, *state = parts

@@ -1,4 +1,4 @@
-"""Adapt a `ClusterEnvironment` of Lightning to rankwise; Lightning itself is not imported."""
+"""Adapt Lightning's `ClusterEnvironment` to rankwise; Lightning itself is not imported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RANKS = ("world_size", "global_rank", "local_rank", "node_rank")
 
 @runtime_checkable
 class LightningClusterEnvironment(Protocol):
-    """What Lightning's `ClusterEnvironment` is recognised by: its methods that rankwise's does not have.
+    """Methods of Lightning's `ClusterEnvironment` that rankwise's lacks: they identify such an environment.
 
     It also has `creates_processes_externally`, `main_address`, `main_port`, `validate_settings`, `teardown`.
     """
@@ -32,7 +32,7 @@ GivenEnvironment = ClusterEnvironment | LightningClusterEnvironment | str
 def adapted_environment(
     given: Any, devices: int | None, num_nodes: int | None, *, is_rerun: bool
 ) -> ClusterEnvironment:
-    """Return the environment of rankwise that asks an environment of Lightning.
+    """Return an environment of rankwise that reads its facts from an environment of Lightning.
 
     Args:
         given: the environment of Lightning.
@@ -50,7 +50,7 @@ def adapted_environment(
 
 
 class _Adapted(ClusterEnvironment):
-    """The facts that both kinds have."""
+    """The facts that both kinds of environments have."""
 
     name = "lightning"
     remedy = "give devices and num_nodes as that environment has them: Trainer(devices=..., num_nodes=...)."
@@ -90,7 +90,7 @@ class _Adapted(ClusterEnvironment):
 
 @final
 class _AdaptedRanks(_Adapted):
-    """An environment whose launcher has started each rank; it is given what it takes, by Lightning's rule."""
+    """An environment whose launcher has started each rank. Its world size and rank are set as Lightning does."""
 
     def __init__(self, given: Any, devices: int | None, num_nodes: int | None) -> None:
         super().__init__(given)
@@ -146,7 +146,7 @@ class _AdaptedNodes(_Adapted, NodesEnvironment):
 
 
 def _ask(given: Any, name: str) -> Any:
-    """Return a fact of Lightning's environment: a method or a property."""
+    """Return a fact of the given environment, which has it as a method or a property."""
     try:
         fact = getattr(given, name)
         return fact() if callable(fact) else fact

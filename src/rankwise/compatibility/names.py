@@ -1,6 +1,6 @@
-"""What Lightning, Composer and torchrun call things that rankwise calls otherwise, or does not have.
+"""Names of Lightning, Composer and torchrun that have another name in rankwise, or do not exist.
 
-Each table says for a name what to write instead. The pages of the documentation have the same tables.
+Each table has, for a name, what to write instead. The documentation shows the same tables.
 """
 
 from __future__ import annotations

@@ -119,7 +119,8 @@ def rows(
 ) -> Iterator[Row]:
     """Yield a batch of each loader at a time, by a mode that is not sequential.
 
-    `starts` begin a pass over a loader, of which they get the number; the first is in `passes`, 0 by default.
+    Each of `starts` begins a pass over its loader, and takes the number of the pass. The first number is the
+    one in `passes`, or 0.
     """
     first = [0] * len(starts) if passes is None else passes
     iterators = [start(number) for start, number in zip(starts, first, strict=True)]

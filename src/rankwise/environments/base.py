@@ -256,7 +256,7 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
             return []
         path, names = self._text(self.node_file), list[str]()
         try:
-            if Path(path).is_file():  # to open a pipe may take for ever
+            if Path(path).is_file():  # opening a named pipe may block
                 with Path(path).open(encoding="utf-8") as file:
                     names = list(dict.fromkeys(file.read(_MAX_FILE_BYTES).split()))
         except (OSError, ValueError) as error:

@@ -39,7 +39,7 @@ class MPIEnvironment(ClusterEnvironment):
     is `MASTER_ADDR` (with `MASTER_PORT`), or else rank 0 broadcasts it with mpi4py, which every rank must be
     able to import.
 
-    `PMI_RANK` and `PMI_SIZE` are no markers: `srun --mpi=pmi2` and PALS set them too.
+    `PMI_RANK` and `PMI_SIZE` do not identify a launcher: `srun --mpi=pmi2` and PALS set them too.
     """
 
     name = "mpi"

@@ -1,4 +1,4 @@
-"""What `Fabric.save` writes and `Fabric.load` restores: states of modules, optimizers, other objects."""
+"""Collect and restore the states of modules, optimizers and other objects, for `Fabric.save` and `load`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_filters(filters: Any, state: Mapping[str, Any]) -> None:
     for key, function in filters.items():
         if key not in state:
             raise ConfigurationError(
-                message=f"filter has the key {key!r}, which state has not.",
+                message=f"filter has the key {key!r}, which is not in state.",
                 facts=f"state has {', '.join(map(repr, state))}.",
                 remedy="give a filter for a part of the state.",
             )

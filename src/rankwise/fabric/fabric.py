@@ -264,8 +264,8 @@ class Fabric(FabricProcess):
     ) -> Any:
         """Split loaders over the ranks. Collective: every rank must call this.
 
-        The ranks' n-th batches together are the n-th batch of one process with a batch size that is the sum
-        of theirs, also in a shuffled order, which changes with each iteration over the loader.
+        The n-th batches of all ranks together are the n-th batch of one process whose batch size is the sum
+        of the ranks' batch sizes. A shuffled order changes with each iteration over the loader.
 
         Args:
             dataloaders: torch's loaders.
@@ -310,7 +310,7 @@ class Fabric(FabricProcess):
         Args:
             tensor: the loss.
             args: for `Tensor.backward`, by position.
-            weight: with `gradient_weighting="logged"`, the number of items of which the loss is the mean;
+            weight: with `gradient_weighting="logged"`, the number of items that the loss is the mean of;
                 within `gradient_sync_context`.
             kwargs: for `Tensor.backward`.
 

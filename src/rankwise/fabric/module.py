@@ -92,7 +92,7 @@ class FabricModule(nn.Module):
 
         Raises:
             InvalidTypeError: for anything else than a method or its name.
-            InvalidArgumentError: for `forward` itself, and for a name that is no method of the module.
+            InvalidArgumentError: for `forward` itself, and for a name that is not a method of the module.
         """
         if not isinstance(method, (MethodType, str)):
             raise InvalidTypeError(argument="method", value=method, expected="a method or its name")

@@ -113,7 +113,7 @@ class FailureExchange:
     def wait_for_other_ranks(self, timeout: timedelta = _LONGEST_WAIT) -> None:
         """Wait until all ranks are done, so that a failure on one node fails the job on all.
 
-        The wait ends too when the others are still at work after `timeout`, or gone with the store.
+        The wait also ends when the others are still running after `timeout`, or when the store is gone.
 
         Raises:
             RemoteFailure: when a rank has failed; `resolve_cause` turns it into that failure.
@@ -147,9 +147,9 @@ class FailureExchange:
     ) -> bytes | NodesLostError | PeerAuthenticationError | StatusReport:
         """Find out why a collective failed here with `error`.
 
-        After a timeout the ranks also show their stacks. Returns the record of the rank that failed first; or
-        which ranks do not reply, if a whole node does not or this is no timeout; or else all replies; or the
-        error of a record that no rank has written.
+        After a timeout the ranks also show their stacks. Returns the record of the rank that failed first, if
+        there is one, or the error of a record that no rank has written. Otherwise returns the ranks that do
+        not reply, if a whole node does not reply or the error is not a timeout; else all replies.
         """
         if self._received is not None:
             return self._received
@@ -198,11 +198,11 @@ class FailureExchange:
         return []
 
     def _replies(self, known: Sequence[_Reply]) -> list[_Reply]:
-        """Return the reply of each rank; read it where none is known, or the rank did not wait then."""
+        """Return the reply of each rank; read it again if it is missing, or if the rank was not waiting."""
         replies = list(known)
         for rank, reply in enumerate(known):
             if (reply is None or not reply[0]) and self.store.check([reply_key(rank)]):
-                with suppress(ProcessGroupError):  # a damaged reply is none
+                with suppress(ProcessGroupError):  # a damaged reply is ignored
                     replies[rank] = read_value(self.store, reply_key(rank), tuple[bool, str])
         return replies
 

@@ -92,7 +92,7 @@ class FailureRecord:
 
     @classmethod
     def from_json(cls, payload: bytes) -> FailureRecord:
-        """Return the record in what `to_json` returned; raise `ProcessGroupError` where there is none."""
+        """Return the record that `to_json` wrote; raise `ProcessGroupError` if `payload` has none."""
         return decoded(cls, payload, "a failure record")
 
     def to_json(self) -> bytes:
@@ -145,7 +145,7 @@ class FailureRecord:
 
 
 def first_cause(records: Sequence[FailureRecord]) -> FailureRecord:
-    """Return the earliest failure that is no consequence; the earliest of all where each is one."""
+    """Return the earliest failure that is not a consequence, or else the earliest of all."""
     return min(records, key=lambda record: (record.is_consequence, record.at_s))
 
 
@@ -173,7 +173,7 @@ def _exit_code(error: BaseException) -> int | None:
 
 
 def _traceback_of(error: BaseException, message: str) -> str:
-    """Return the traceback from the first frame of user code on; all of it where there is none."""
+    """Return the traceback from the first frame of user code on, or all of it if it has no such frame."""
     start = error.__traceback__
     while start is not None and _is_library(start.tb_frame):
         start = start.tb_next

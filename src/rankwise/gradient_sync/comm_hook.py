@@ -64,7 +64,7 @@ class CommHook:
         if not isinstance(hook, str):
             function = check_hook(hook)
             _refuse_batched_powersgd(function)
-            # torch's PowerSGD hook stores its memory by bucket, so ours replaces it.
+            # torch's PowerSGD hook keeps its errors by bucket, which DDP changes; rankwise's replaces it.
             is_powersgd = _name_of(hook) == "powerSGD_hook" and function.__module__.startswith("torch.")
             named = NamedHook(powersgd_hook if is_powersgd else function, averages=is_averaging(function))
             return cls(_name_of(hook), named, {}, state, wrap)

@@ -81,7 +81,7 @@ def check_combination(
     if period is not None and mode is GradientSyncMode.MULTI_AUTO_SYNC:
         raise ConfigurationError(
             message='Post-local SGD cannot work with sync_mode="multi_auto_sync".',
-            facts="its hook counts averages of gradients, of which this mode has one per microbatch; "
+            facts="its hook counts averages of gradients, and this mode averages in each microbatch; "
             "model averaging counts optimizer steps, so the two would start at different times. "
             '"auto" means this mode if find_unused_parameters=True.',
             remedy='DDPStrategy(sync_mode="single_auto_sync", ...).',

@@ -84,7 +84,7 @@ class _OfModule:
 
 @final
 class GradientSync:
-    """How gradients are averaged; `DDPStrategy` documents the arguments, of which invalid ones raise."""
+    """How gradients are averaged. `DDPStrategy` documents the arguments; invalid ones raise."""
 
     def __init__(
         self,

@@ -189,7 +189,7 @@ def _rebuild(wrapped: DistributedDataParallel) -> None:
     if not parameters:
         raise ConfigurationError(
             message=f"Parameters were frozen, and {type(wrapped.module).__name__} has nothing left to train.",
-            facts="DDP averages gradients, of which there are none.",
+            facts="DDP needs at least one gradient to average.",
             remedy="keep one parameter that requires a gradient.",
         )
     names = wrapped._build_debug_param_to_name_mapping(parameters)

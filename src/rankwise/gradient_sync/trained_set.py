@@ -1,4 +1,4 @@
-"""What is trained, and whether that has changed: freezing, added layers and buffers, parameter groups."""
+"""The set of trained parameters, and whether it has changed: freezing, added layers, parameter groups."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class TrainedSet:
         return list(map(_requires_grad, parameters)) == flags and self._has_same(optimizers)
 
     def is_complete(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Return whether the next step can update no other parameters than those that were read as trained.
+        """Return whether the next step can update only parameters that are in this set.
 
-        It is faster than `is_current`, unless there are no optimizers to look at.
+        It is faster than `is_current`, except without optimizers.
         """
         if not optimizers:
             return self.is_current()

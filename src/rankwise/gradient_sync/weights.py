@@ -153,7 +153,7 @@ class WeightCarrier:
 
     @contextmanager
     def moved_to(self, module: nn.Module, apart: Container[int]) -> Iterator[None]:
-        """Serve a module that has other trained parameters now, and which is wrapped anew in the block.
+        """Continue with a module whose trained parameters have changed; it is wrapped again in the block.
 
         DDP does not average those with an id in `apart`.
         """

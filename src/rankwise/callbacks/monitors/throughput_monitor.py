@@ -46,7 +46,8 @@ class ThroughputMonitor(LoggingCallback):
         separator: between the parts of a name.
 
     Raises:
-        InvalidTypeError, InvalidArgumentError: for what is no function, and a window of less than 2.
+        InvalidTypeError: if `batch_size_fn` is not a function.
+        InvalidArgumentError: for a window of less than 2.
         ConfigurationError: in `fit`, for a Trainer without loggers.
     """
 

@@ -46,7 +46,7 @@ class BackboneFinetuning(BaseFinetuning):
     Raises:
         InvalidArgumentError: for a negative epoch.
         ConfigurationError: for an `initial_denom_lr` that nothing would use.
-        ConfigurationError: in `fit`, for a module whose `backbone` is no module.
+        ConfigurationError: in `fit`, if the module's `backbone` is not a module.
     """
 
     def __init__(

@@ -42,8 +42,8 @@ class StochasticWeightAveraging(Callback):
 
     Raises:
         InvalidArgumentError, InvalidTypeError: for arguments out of range.
-        ConfigurationError: in `fit`, for endless training, post-local SGD, other than one optimizer, and
-            schedulers in manual optimization.
+        ConfigurationError: in `fit`, for endless training, post-local SGD, a number of optimizers other
+            than one, and schedulers in manual optimization.
     """
 
     def __init__(

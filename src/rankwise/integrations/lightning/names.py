@@ -43,7 +43,7 @@ def create_strategy(given: DDPStrategy | str, arguments: dict[str, Any]) -> DDPS
     """Return a strategy that starts the processes and averages the gradients of Lightning's loops.
 
     Raises:
-        InvalidTypeError: for one that is no DDP strategy, and for an elastic one and `"auto"`.
+        InvalidTypeError: for `"auto"`, an elastic strategy, or one that is not a DDP strategy.
         ConfigurationError: for options that need rankwise's own Trainer.
         RankwiseError: as the strategy's constructor.
     """

@@ -1,4 +1,4 @@
-"""What Lightning's `Trainer` and `Fabric` share: their strategy's rankwise part, and launching through it."""
+"""Shared by the strategies for Lightning's `Trainer` and `Fabric`: rankwise's strategy, and its launcher."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RankwiseLauncher(_Launcher):
 
 
 class OnRankwise:
-    """A DDP strategy of Lightning's whose processes, connections and averaged gradients are rankwise's.
+    """A DDP strategy for Lightning's loops: rankwise starts and connects processes, and averages gradients.
 
     Args:
         strategy: a `rankwise.DDPStrategy`, or its name.
@@ -62,7 +62,7 @@ class OnRankwise:
         RankwiseError: as the constructor of the named strategy.
     """
 
-    precision_argument: ClassVar[str]  # its name in the constructor of Lightning's class
+    precision_argument: ClassVar[str]  # the argument's name in Lightning's constructor
     launcher_type: ClassVar[type[RankwiseLauncher]]
     cluster_environment: Any  # Lightning sets these three
     parallel_devices: Any
