@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 USE_OWN_CLASS = "use rankwise's class of that name: import rankwise.lightning as pl."
-"""What to do with an object of a class that comes with Lightning."""
+"""The remedy for an object of a class that comes with Lightning."""
 
 Entry = TypeVar("Entry", bound=Any)
 
@@ -107,7 +107,7 @@ def lightning_base(kind: type, name: str) -> Any:
 
 
 def check_name(argument: str, value: object, names: tuple[str, ...], expected: str = "") -> str:
-    """Return the user's value of an argument in lower case; raise if it is none of the names."""
+    """Return the user's value of an argument in lower case; raise if it is not one of the names."""
     if not isinstance(value, str):
         expected = expected or f"one of {', '.join(map(repr, names))}"
         raise InvalidTypeError(argument=argument, value=value, expected=expected)

@@ -29,7 +29,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
 
 
 def to_device(value: T, device: torch.device | str, *, non_blocking: bool = False) -> T:
-    """Return `value` with every tensor on a device, but for the sizes of packed sequences, which stay."""
+    """Return `value` with every tensor on a device, except the sizes of packed sequences, which stay."""
     moved: T = map_nested(
         value, (Tensor, PackedSequence), methodcaller("to", device, non_blocking=non_blocking)
     )
@@ -47,10 +47,10 @@ def map_nested(
     """Return `value` with `function` applied to each value of `kinds` in it.
 
     Containers and dataclasses, nested in any way, are copied and keep their types: mappings, sequences, named
-    tuples, frozen dataclasses. The cached properties of dataclasses are computed anew. To all other values
-    `other` is applied; without it they are the same objects.
+    tuples, frozen dataclasses. The cached properties of dataclasses are computed again. `other` is applied to
+    all other values; without `other` they stay the same objects.
 
-    A container at several places is copied once, for all of them; with `each_place` for each.
+    A container that occurs at several places is copied once; with `each_place`, once for each place.
     """
     if isinstance(value, kinds):  # as most batches are: a tensor, or a list of some
         return function(value)
@@ -70,9 +70,9 @@ def map_nested(
 
 
 def once_each(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return `function` with a memory: it is called once for each object, but for each number or text.
+    """Return `function` with a cache by object: it is called once for each object, except numbers and text.
 
-    A recursive function then ends also where lists hold one another at a billion places.
+    So a recursive function also ends if lists contain one another at a billion places.
     """
     known: dict[int, tuple[Any, Any]] = {}
 

@@ -1,4 +1,4 @@
-"""What a Trainer and a Fabric are given as strategy, precision and plug-ins: checked, made one strategy."""
+"""Build a strategy from the arguments of a Trainer or Fabric."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `import rankwise` records at once, before the script can change it."""
+"""Record the working directory at `import rankwise`, before the script can change it."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class _Adapted(ClusterEnvironment):
 
 @final
 class _AdaptedRanks(_Adapted):
-    """An environment whose launcher has started each rank. Its world size and rank are set as Lightning does."""
+    """An environment whose launcher has started each rank; gets world size and rank as in Lightning."""
 
     def __init__(self, given: Any, devices: int | None, num_nodes: int | None) -> None:
         super().__init__(given)

@@ -64,7 +64,7 @@ def frame(kind: Kind, payload: bytes = b"") -> bytes:
 
 
 def signal_in(payload: bytes) -> int:
-    """Return the number of a signal in a payload; raise `ProcessGroupError` where there is none."""
+    """Return the number of a signal in a payload; raise `ProcessGroupError` if it has none."""
     if not payload.isdigit() or len(payload) > 2 or not 1 <= int(payload) < signal.NSIG:
         raise _damage(f"the signal {payload[:20]!r}")
     return int(payload)
@@ -88,7 +88,7 @@ class FrameReader:
         """Add bytes; call `on_frame` with each frame that is complete now.
 
         Raises:
-            ProcessGroupError: when the bytes are no frames.
+            ProcessGroupError: if the bytes are not frames.
         """
         self._buffer += data
         while len(self._buffer) >= _HEADER.size:

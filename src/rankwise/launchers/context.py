@@ -71,7 +71,7 @@ class Launcher(ABC):
 @final
 @dataclass
 class WorkerContext:
-    """What a launcher passes to the function that it runs as a rank."""
+    """The arguments of a function that a launcher runs as a rank."""
 
     ranks: RankInfo
     variables: Mapping[str, str] = field(default_factory=dict)  # as torchrun sets them
@@ -132,7 +132,7 @@ class WorkerContext:
         return StopAgreement(self.ranks, monitor, timeout)
 
     def monitor_for_changes(self, timeout: timedelta) -> RankMonitor | None:
-        """Return this rank's monitor; None where there is no store that all ranks share."""
+        """Return this rank's monitor; None if the ranks share no store."""
         is_shared = self.channel is not None or self.address is not None
         return self._open_monitor(timeout) if is_shared and self.ranks.world_size > 1 else None
 
@@ -228,7 +228,7 @@ class WorkerContext:
         `is_early` is whether hooks of the user follow, and then another call; `leave` ends them.
         """
         if self._has_reported or isinstance(error, StoppedBySignal):
-            return  # stopping is no failure: every rank stops at the same step
+            return  # stopping is not a failure: every rank stops at the same step
         if self.channel is not None:
             record = FailureRecord.of_exception(self.ranks, error) if record is None else record
             record = dataclasses.replace(record, has_met=self.failure_exchange is not None)
@@ -247,7 +247,7 @@ class WorkerContext:
             self.channel.send(Kind.LEFT)
 
     def run(self, entry: Entry, finish: Callable[[Any], None]) -> Any:
-        """Run `entry` as this rank, then `finish` with its value, also that of a stop; see `running`."""
+        """Run `entry` as this rank, then `finish` with its value, also after a stop; see `running`."""
         with self.running(finish) as run:
             try:
                 run.value = entry(self)
@@ -293,7 +293,7 @@ class WorkerContext:
 @final
 @dataclass
 class RankRun:
-    """What a launcher gives to the block that is a rank, and gets from it.
+    """The data that a launcher exchanges with the block that runs as a rank.
 
     Attributes:
         worker: the rank's place in the job.

@@ -153,7 +153,7 @@ class ElasticLauncher(Launcher):
 @final
 @dataclass
 class _Job:
-    """What every worker receives, at each start anew."""
+    """The data that each worker receives at each start."""
 
     spec: JobSpec
     values: list[Descriptor]  # memory files for each local rank's global rank and value
@@ -175,7 +175,7 @@ class _Job:
         self.unreported += [dataclasses.replace(each, exit_status=status, at_s=now_s) for each in ended]
 
     def written(self) -> list[FailureRecord]:
-        """Return each rank's record: an empty one from its start, then that of its failure."""
+        """Return each rank's record: empty from its start on, then the record of its failure."""
         texts = [os.pread(each.number, os.fstat(each.number).st_size, 0) for each in self.failures]
         records = []
         for text in filter(None, texts):
@@ -245,7 +245,7 @@ def _agent_signals() -> Iterator[None]:
 
 @contextmanager
 def _agent_log_filtered(on_exit: Callable[[int, int], None]) -> Iterator[None]:
-    """Keep the agent from logging, for every rank that fails, a traceback of its own.
+    """Keep the agent from logging its own traceback for every rank that fails.
 
     It calls `on_exit` with pid and exit status of each rank that ended without an exception.
     Mutates: level and filters of loggers of torch, restored on exit.

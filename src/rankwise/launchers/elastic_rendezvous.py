@@ -61,7 +61,7 @@ def register() -> None:
 
 
 class _AgentRendezvous(RendezvousHandler):
-    """A rendezvous whose ranks are clients of a store that an agent hosts, a new one for each start.
+    """A rendezvous in which ranks connect to a store that an agent hosts; each start has a new store.
 
     `on_start` of the parameters is called with each start, which is the same on all nodes.
     """
@@ -140,7 +140,7 @@ class _CheckedBackend(C10dRendezvousBackend):
 
 
 def _check(state: bytes) -> None:
-    """Raise torch's error where a pickle is no list of nodes."""
+    """Raise torch's error if a pickle is not a list of nodes."""
     try:
         fields = vars(_NodeListUnpickler(io.BytesIO(state)).load())
     except Exception as error:  # noqa: BLE001  a pickle that is damaged may raise any

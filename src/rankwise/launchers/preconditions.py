@@ -1,4 +1,4 @@
-"""What of the launching process makes supervision, or starting processes, impossible: refused by name."""
+"""Raise if something in the launching process makes it impossible to start or supervise processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the forkserver imports once for all processes that it forks; and how it ends.
+"""Modules that the forkserver imports once, for all processes that it forks; and how it ends.
 
 It must not raise: the forkserver would end without a message. Any other process may import it too, as tools
 that read all modules do; in such a process it changes nothing.
@@ -55,9 +55,10 @@ def freeze_objects(server: int) -> None:
 
 
 def enable_interrupts(_: object) -> None:
-    """Unblock SIGINT in a forked process that is no rank of ours.
+    """Unblock SIGINT in a forked process that is not a rank of this job.
 
-    The server was started with SIGINT blocked, because of the ranks, and all that it forks inherits that.
+    The forkserver runs with SIGINT blocked, because of the ranks, and every process that it forks inherits
+    that.
     """
     if not multiprocessing.current_process().name.startswith("rankwise-"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -1,6 +1,6 @@
 """`ProcessState`: the random state and torch's flags of the launching process, which its workers take over.
 
-A fork inherits them, but for the state of Python's own generator; a new interpreter has none of them.
+A fork inherits them, except the state of Python's own generator; a new interpreter has none of them.
 """
 
 from __future__ import annotations

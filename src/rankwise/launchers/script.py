@@ -68,7 +68,7 @@ class ScriptLauncher(CallerLauncher):
         running = running_script()
         if running is not None and running.pid != os.getpid():
             raise LaunchRefusedError(
-                message="No job can start in a process that a rank has forked: it is no rank of the script.",
+                message="No job can start in a process that a rank has forked: it is not one of the ranks.",
                 remedy='use strategy="single_device" there.',
             )
         if isinstance(running, InheritedContext):

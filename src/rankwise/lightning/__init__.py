@@ -1,7 +1,7 @@
 """Lightning's names for what rankwise has: `import rankwise.lightning as pl`, or `as L`.
 
 A script written for Lightning changes its imports only: `lightning.pytorch`, `pytorch_lightning` and
-`lightning` become `rankwise.lightning`, in the names of submodules too. A name of Lightning's that does not
+`lightning` become `rankwise.lightning`, in the names of submodules too. A Lightning name that does not
 exist here raises `MissingNameError`, which says what to write instead.
 """
 

@@ -1,4 +1,4 @@
-"""Names of `lightning.pytorch.utilities` and `lightning.fabric.utilities`, and small functions of theirs."""
+"""Names and small functions of `lightning.pytorch.utilities` and `lightning.fabric.utilities`."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _METRICS = "metrics.csv"
 @final
 @dataclass(frozen=True)
 class CSVExperiment:
-    """What `CSVLogger.experiment` returns: the run's files, by the names of Lightning's writer."""
+    """The writer of the run's files, with Lightning's method names; `CSVLogger.experiment` returns it."""
 
     _logger: CSVLogger
 
@@ -88,7 +88,7 @@ class CSVLogger(RunFolderLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> CSVExperiment:
-        """An object with the methods of Lightning's, which writes into this run's files."""
+        """An object with Lightning's methods that writes into this run's files."""
         return CSVExperiment(self)
 
     @property

@@ -111,8 +111,8 @@ class TensorBoardLogger(RunFolderLogger):
     def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
         """Write the graph of a module's `forward`, if the constructor had `log_graph=True`.
 
-        The graph is that of a call with `input_array`, or with the module's `example_input_array`: a tensor,
-        or a tuple of arguments. Warns if there is neither.
+        The graph is recorded in a call with `input_array`, or with the module's `example_input_array`: a
+        tensor, or a tuple of arguments. Warns if there is neither.
         """
         if not self._log_graph:
             return

@@ -33,7 +33,7 @@ NO_FILE = -1
 """In place of a descriptor: no other process reads the page, only `own_heartbeat`."""
 
 TEARDOWN = "teardown"
-"""The phase of a rank whose work is done, and that cleans up."""
+"""The phase of a rank that has done its work and cleans up."""
 
 LEAVING = "leaving"
 """The phase of a process that was started for one job and exits: its threads and exit hooks end."""
@@ -127,9 +127,9 @@ def own_heartbeat() -> Heartbeat | None:
 @final
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank wrote last: see `report_phase`."""
+    """The last values that a rank wrote: see `report_phase`."""
 
-    step: int  # of the optimizer; -1 where there is none
+    step: int  # of the optimizer; -1 if there is none
     at_s: float  # when, on the node's monotonic clock; 0 for never
     waits: bool
     phase: str

@@ -208,11 +208,11 @@ class TeardownTimeout:
 
 @final
 class StopTimeout:
-    """Find ranks that were asked to stop at a boundary of their loop, and come to none.
+    """Find ranks that were asked to stop at a boundary of their loop, and do not reach one.
 
-    That is where no rank has begun another phase for longer than a collective may take. `workers` is the
-    supervisor's list, and grows. `on_timeout` is called with the signal. Call `look` several times within
-    `timeout_s`; None is no limit.
+    The limit is passed when no rank has begun another phase for longer than a collective may take. `workers`
+    is the supervisor's list, which grows. `on_timeout` is called with the signal. Call `look` several times
+    within `timeout_s`; with None there is no limit.
 
     Attributes:
         number: the signal for which the ranks were asked to stop; None until then.

@@ -1,4 +1,4 @@
-"""What this rank does after its failure: the other ranks do not come, so collectives are refused."""
+"""Refuse collectives on a rank that has failed: the other ranks do not take part in them."""
 
 from __future__ import annotations
 

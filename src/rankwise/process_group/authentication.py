@@ -48,7 +48,7 @@ _HEADER = struct.Struct("!BiiQ")
 _CONNECTION, _OBJECT = 0, 1
 _EVERYBODY = -1
 _FINE = "fine"
-_LOOK_S = 0.1  # how often a rank whose exchange is not over looks whether another rank has found a stranger
+_LOOK_S = 0.1  # how often a waiting rank checks whether another has found a foreign process
 
 
 def group_secret(job_key: bytes, name: str, size: int, nonces: Sequence[str]) -> bytes:
@@ -58,7 +58,7 @@ def group_secret(job_key: bytes, name: str, size: int, nonces: Sequence[str]) ->
 
 @final
 class GroupKey:
-    """What only the ranks of one process group have. Each of its messages has a number and a sender."""
+    """A secret that only the ranks of one process group have. Each message has a number and a sender."""
 
     def __init__(self, secret: bytes, rank: int, size: int) -> None:
         self.secret = secret
@@ -110,7 +110,7 @@ class _JobSettings(NamedTuple):
     timeout: timedelta
 
 
-# torch's class, by whose name in this module `init_process_group` and `new_group` create gloo groups; it may
+# torch's class: `init_process_group` and `new_group` create gloo groups by its name in this module; it may
 # have none.
 _Gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
 _lock = threading.Lock()
@@ -158,7 +158,7 @@ def _settings() -> _JobSettings:
 
 @final
 class _AuthenticatedGloo:
-    """What stands in for torch's class of gloo groups: a group is compared before anybody can use it."""
+    """Replaces torch's class of gloo groups: a group's connections are compared before anybody can use it."""
 
     def __call__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, **more: object) -> Any:
         """Create a gloo group; compare its connections; take no further ones.

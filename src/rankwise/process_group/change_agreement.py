@@ -68,10 +68,10 @@ class ChangeAgreement:
             self.monitor.subscribe(self._name, partial(_call, WeakMethod(self._on_request, on_end)))
 
     def begin_step(self, has_changed: bool) -> None:
-        """Begin the next step; if any rank has changed its facts, make sure that all have the same.
+        """Begin the next step; if any rank has changed its facts, check that all ranks have the same.
 
         Raises:
-            RankMismatchError: when they have not, or when a rank did not answer in time.
+            RankMismatchError: if they differ, or if a rank did not answer in time.
         """
         number = self._begun + 1
         if has_changed:

@@ -99,7 +99,7 @@ def group_size_of(group: dist.ProcessGroup | None) -> int:
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
-    """Return the global ranks of a group, without a process group [0]; raise if this process is no member."""
+    """Return the global ranks of a group, or [0] without one; raise if this process is not a member."""
     if not is_distributed(group):
         return [0]
     group_size_of(group)
@@ -132,7 +132,7 @@ def to_tensors(value: Any, device: torch.device | None = None) -> Any:
     Python's numbers become int64, float64, complex128 or bool. Tensors stay on their own device.
 
     Raises:
-        InvalidTypeError: for a value that may hold numbers but is none of these, in nested containers too.
+        InvalidTypeError: for another value that may hold numbers, in nested containers too.
     """
     return map_nested(value, _numeric_types(), partial(_to_tensor, device=device), _unchanged)
 
@@ -272,7 +272,7 @@ def all_gather(tensor: Any, group: dist.ProcessGroup | None = None, sync_grads: 
 
     Args:
         tensor: shape `(*)`; a number or an array, as a tensor on the CPU; or these in nested containers and
-            dataclasses, whose text, None, paths, enumerations and dates are returned unchanged.
+            dataclasses. Text, None, paths, enumerations and dates in them are returned unchanged.
         group: the ranks to gather from; all of them by default.
         sync_grads: whether gradients flow back to the rank that a slice came from: the gradient of a rank's
             slice is summed over the losses of all ranks. It can be differentiated again.
@@ -451,7 +451,7 @@ class Description:
 
     Attributes:
         dtype: None if it passed no dense tensor.
-        num_bytes: of the tensor; of the text about it if it is no dense tensor.
+        num_bytes: of the tensor; of the text about it if it is not a dense tensor.
     """
 
     def __init__(self, message: torch.Tensor) -> None:
@@ -502,7 +502,7 @@ def broadcast_bytes(own: torch.Tensor | None, src: int, group: dist.ProcessGroup
 def gather_bytes(
     own: torch.Tensor, group: dist.ProcessGroup | None, dst: int | None = None
 ) -> list[torch.Tensor]:
-    """Gather each rank's bytes, of which there may be different numbers; if `dst` is given, there only."""
+    """Gather each rank's bytes, on `dst` only if it is given. Their number may differ between ranks."""
     if dst is None:
         return gather_all_tensors(own, group)
     descriptions = [Description(each) for each in _gathered_list(describe(own), group_size_of(group), group)]

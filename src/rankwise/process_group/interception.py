@@ -39,8 +39,8 @@ _METHODS = {name: rule for rule, names in _RULES.items() for name in names.split
 _FUNCTIONS = dict.fromkeys(("_broadcast_coalesced", "_verify_params_across_processes"), (_WHOLE, 0))
 _WRAPPERS = "torch.distributed.c10d_logger"  # around every function of torch.distributed
 _BACKWARD = ("backward", "grad")  # of torch.autograd
-# Modules between the user's call and the collective. Calls from rankwise's other modules are reported as
-# theirs.
+# Modules between the user's call and the collective. A call from another module of rankwise is reported as
+# that module's.
 _INNER_MODULES = (
     "torch",
     "contextlib",

@@ -1,4 +1,4 @@
-"""What must be the same on all ranks, as facts by name or digests of tensors, and where ranks differ."""
+"""Compare what must be the same on all ranks: facts by name, and digests of tensors."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def digest_of(tensor: Tensor) -> str:
 def joint_digest(tensors: Iterable[Tensor]) -> str:
     """Return a digest of the bits of dense tensors, in their order.
 
-    It takes one transfer for consecutive tensors of a device, and no memory but for a part of a tensor.
+    It takes one transfer for consecutive tensors of a device, and the memory of a part of a tensor.
     """
     runs = groupby(tensors, attrgetter("device"))
     with torch.no_grad():

@@ -34,8 +34,8 @@ _CLOSE_S = 1.0
 class StopAgreement:
     """One rank's part in stopping together: one per job. `begin_step` is the boundary between steps.
 
-    A step may have parts, of which ranks may have different numbers: `begin_part` is a boundary as well, and
-    so is `end_parts`, after a rank's last one; from there on the whole step counts as begun.
+    A step may have parts, and their number may differ between ranks. `begin_part` is a boundary as well, and
+    so is `end_parts`, after a rank's last part; from there on the whole step counts as begun.
 
     `monitor` is None where this is the only rank; `timeout` is how long to wait for other ranks' answers.
 
@@ -59,7 +59,7 @@ class StopAgreement:
             self.monitor.subscribe(_KIND, self._on_request)
 
     def close(self) -> None:
-        """Where the loop has failed, answer requests that are still to come: no rank waits for this one.
+        """Answer later requests after the loop has failed, so that no rank waits for this one.
 
         The answer is abandoned where the store does not reply.
         """

@@ -57,7 +57,7 @@ class AttributesBefore:
         return name in self._known and self._known[name] != _known(value)
 
     def had(self, name: str, item: Any) -> bool:
-        """Return whether an attribute, of which something cannot be sent, had an item then."""
+        """Return whether an attribute that cannot be sent as a whole had an item at that time."""
         known = self._known.get(name)
         return isinstance(known, _Leaves) and known.has(item)
 

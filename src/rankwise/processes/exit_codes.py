@@ -18,7 +18,7 @@ from rankwise.limited_call import call_with_limit
 
 _STDERR_TIMEOUT_S = 0.2
 LAST_LINES_TIMEOUT_S = 5.0
-"""How long to wait for a reader of stderr before the process ends all the same."""
+"""How long to wait for a reader of stderr before the process ends anyway."""
 
 _writing: threading.Thread | None = None
 

@@ -49,7 +49,7 @@ class ModuleBefore:
 
 @final
 class ModuleState:
-    """What a stage has made of a module. Picklable where `before.parts` are sent by name."""
+    """The state of a module after a stage. Picklable if `before.parts` are sent by name."""
 
     def __init__(self, module: nn.Module, before: ModuleBefore) -> None:
         present = set(map(id, module.modules()))
@@ -153,7 +153,7 @@ class ObjectState:
 
 @final
 class _Contents:
-    """What one submodule consists of; `before` are its attributes when the stage started."""
+    """The parts of one submodule; `before` are its attributes when the stage started."""
 
     def __init__(self, module: nn.Module, before: AttributesBefore) -> None:
         self.attributes = ObjectState(module, before)

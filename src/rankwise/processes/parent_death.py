@@ -1,16 +1,16 @@
 """End a process when the one that started it ends.
 
-A process that shall end with another one holds the read end of a pipe whose write end that other one holds.
-On Linux it asks the kernel for SIGKILL at end of file (fcntl(2): F_SETSIG, F_SETOWN, O_ASYNC). So it ends in
+The parent holds the write end of a pipe, and the process that must end with it holds the read end. On Linux
+that process asks the kernel for SIGKILL at end of file (fcntl(2): F_SETSIG, F_SETOWN, O_ASYNC). So it ends in
 every state: while it imports torch, and while C code holds the interpreter's lock. Elsewhere a thread reads.
 
 - Workers: the launching process asks in their place, as soon as it has their process id.
-- Workers of torch's elastic agent, whose process ids it keeps to itself: each asks for itself.
-- What a rank forks, or starts by multiprocessing, such as a DataLoader's workers: each asks for itself.
-  A fork inherits the pipe, and a hook runs in it. A spawned process runs no such hook, and a process of a
-  forkserver is no child of the rank: these get the pipe with their `Process` object, which takes over the
-  `_config` of the process that makes it, and is pickled with it. It is read after the main module is
-  imported, and before the user's data. Programs that a rank starts by `subprocess` are left alone.
+- Workers of torch's elastic agent, which does not publish their process ids: each asks for itself.
+- Processes that a rank forks or starts with multiprocessing, such as a DataLoader's workers: each asks for
+  itself. A fork inherits the pipe, and a fork hook asks. A spawned process runs no such hook, and a process
+  of a forkserver is not a child of the rank. These get the pipe with their `Process` object: it takes over
+  the `_config` of the process that makes it, and is pickled with it. It is read after the main module is
+  imported, and before the user's data. Programs that a rank starts with `subprocess` are left alone.
 
 Only the standard library is imported: the processes that unpickle this need not have torch.
 """
@@ -34,7 +34,7 @@ from rankwise.processes import fork_safety
 
 @final
 class ParentDeathPipe:
-    """A pipe whose write end this process holds for its workers, and no process that it forks."""
+    """A pipe. This process holds the write end for its workers; processes that it forks do not."""
 
     def __init__(self) -> None:
         self.worker_end, own_end = os.pipe()  # a worker must inherit the former

@@ -1,8 +1,8 @@
 """Memory files that transport values between processes, and the pickling errors of such values.
 
-Layout: lengths of the pickle and of a second one, which is read where the first cannot be (8 bytes each; 0
-while the file is not complete, or if there is none), the pickles, then each storage at a multiple of 64. The
-lengths are written last.
+Layout: the lengths of the pickle and of a second one, which is read if the first cannot be (8 bytes each; 0
+while the file is not complete, or without that pickle), the pickles, then each storage at a multiple of 64.
+The lengths are written last.
 """
 
 from __future__ import annotations
@@ -350,7 +350,7 @@ def fingerprint(value: object) -> bytes | None:
 
 @final
 class _Digest(io.RawIOBase):
-    """A stream of which only the digest is kept."""
+    """A stream that keeps only the digest of its data."""
 
     def __init__(self) -> None:
         self.value = hashlib.blake2b(digest_size=16)

@@ -32,7 +32,7 @@ _CAN_TELL_SENDER = "sigwaitinfo" in signal.__dict__  # not on macOS
 
 
 INTERRUPT_NOTICE = "rankwise: training stops at the end of this step. Ctrl-C again ends it at once.\n"
-"""What the first Ctrl-C prints while ranks train."""
+"""Printed at the first Ctrl-C while ranks train."""
 
 
 class StoppedBySignal(BaseException):
@@ -100,7 +100,7 @@ def reraise_from_handler(error: BaseException, *handled: BaseException | None) -
 
 
 def _is_handler(frame: FrameType) -> bool:
-    """Whether a frame is of a function that has got the interrupted frame, which called nothing."""
+    """Whether a frame belongs to a signal handler: the function has the interrupted frame as an argument."""
     names, rest, _, values = inspect.getargvalues(frame)
     given = [*(values.get(name) for name in names), *(values.get(rest, ()) if rest else ())]
     return frame.f_back is not None and any(value is frame.f_back for value in given)
@@ -181,7 +181,7 @@ class SignalRouter:
             callback: called in the main thread or in the thread of an event loop.
             in_main_thread: call it in the main thread alone, where it may raise.
             calls_earlier_handler: False to call `callback` in place of the handler that was set before.
-            is_debounced: False for signals none of which counts as a repeat.
+            is_debounced: False if each signal counts as a request of its own.
             is_default_action: call `callback` only where nobody else handles the signal.
             sets_handler: False to leave the handlers as they are: only an event loop delivers the signals.
         """
@@ -279,7 +279,7 @@ class SignalRouter:
                 return  # in a forked process, from a handler of the user's that calls this one
             mine = self._sockets[1].fileno()
             current = _set_wakeup(self._sockets[1])
-            if current != mine:  # another library's, or reset by one; ours again as soon as there is none
+            if current != mine:  # set or reset by another library
                 self._enqueue(number)
                 if current != -1:
                     signal.set_wakeup_fd(current)
@@ -377,7 +377,7 @@ def _exit_on_parents_sigterm() -> None:
     # torch, and multiprocessing when the rank exits, end a worker that hangs by SIGTERM.
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass  # from the scheduler or torchrun: the rank has received it too
-    os._exit(0)  # as torch's own handler does: it is no failure
+    os._exit(0)  # as torch's own handler does: it is not a failure
 
 
 ROUTER = SignalRouter()

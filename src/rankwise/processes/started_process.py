@@ -32,7 +32,7 @@ def is_suspended(pid: int) -> bool:
     try:
         # Its title may be cut within a character.
         status = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:  # it is gone, or this is no Linux
+    except OSError:  # the process is gone, or this is not Linux
         return False
     return status.rpartition(")")[2].split()[0] in "Tt"
 
@@ -172,15 +172,15 @@ class MultiprocessingProcess(StartedProcess):
     def _reap(self) -> int | None:
         if not _HAS_PIDFD:
             self._process.join()
-        # A forkserver reports its child's status a moment after the pidfd is readable. Another thread that
-        # starts a process reaps ours, inside multiprocessing, a moment before it records the status. Where
+        # A forkserver reports its child's status a moment after the pidfd is readable. If another thread
+        # starts a process, multiprocessing reaps this one there, a moment before it records the status. If
         # SIGCHLD is ignored or handled, the kernel or the program's handler has taken the status.
         may_be_recorded = signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
         limit_s = _RECORDING_TIMEOUT_S if may_be_recorded else 0.0
         deadline = time.monotonic() + (_REPORT_TIMEOUT_S if self._is_of_forkserver else limit_s)
         while (status := self._process.exitcode) is None and time.monotonic() < deadline:
             time.sleep(_STATUS_POLL_S)
-        if status is None:  # otherwise multiprocessing keeps it, with its descriptors, for ever
+        if status is None:  # otherwise multiprocessing never releases it and its descriptors
             self._process._popen.returncode = 0  # type: ignore[attr-defined]  # typeshed leaves it out
         self._process.close()
         if status == _NO_FORKSERVER and self._is_of_forkserver and not _has_forkserver():

@@ -28,7 +28,7 @@ def pack_fields(fields: Iterable[str | bytes]) -> bytes:
 
 
 def unpack_fields(data: bytes) -> list[bytes]:
-    """Return the byte strings in a message; raise `ValueError` when it is none of `pack_fields`."""
+    """Return the byte strings in a message; raise `ValueError` if it was not made by `pack_fields`."""
     fields, end = list[bytes](), 0
     while end < len(data):
         start = end + _LENGTH.size
@@ -67,7 +67,7 @@ class StoreTable:
         self._names_by_key: dict[bytes, dict[object, None]] = {}
 
     def handle(self, request: bytes, reply: Reply, name: object = None) -> None:
-        """Reply to a request of a `PrivateStore`, now or later; raise `ValueError` when it is none.
+        """Reply to a request of a `PrivateStore`, now or later; raise `ValueError` if it is not a request.
 
         `name` is for `cancel`.
         """

@@ -13,7 +13,7 @@ This relies on torch's agents, which start no rank before all ranks of the resta
 
 A job of one rank may have several processes, one after another or at once: a sweep whose trials inherit the
 rank's variables. They belong to one restart, so the first of them takes its number. The path of the worker's
-error file, which all of them inherit, identifies the worker; the agent makes its folder anew at each restart.
+error file, which all of them inherit, identifies the worker; the agent creates its folder at each restart.
 Nothing identifies the same trial after a restart, so only a process that is alone of its kind resumes a job.
 """
 

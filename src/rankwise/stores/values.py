@@ -34,7 +34,7 @@ def decoded(kind: type[T], text: bytes | str, source: str, remedy: str = _ANOTHE
     Types are bool, int, float, str, None, dataclasses, and list, dict, tuple and unions of them.
 
     Raises:
-        ProcessGroupError: when there is no such value in the text.
+        ProcessGroupError: if the text has no such value.
     """
     try:
         value: T = _checked(kind, json.loads(text))

@@ -21,7 +21,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 _FOR = 1 << 32  # votes for count in the upper half, all votes in the lower
 
 OUT_OF_REACH = (RuntimeError, ValueError, KeyError, RankwiseError)
-"""What a store raises that is gone, or was never there."""
+"""Exceptions of a store that is gone, or was never there."""
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ def wait_for_keys(store: dist.Store, keys: Sequence[str], timeout: timedelta) ->
 
 
 def call_store(request: Callable[[], T], limit_s: float) -> list[T]:
-    """Return the value of a request that may block for ever, as over a cut cable; nothing without one."""
+    """Return the value of a request to a store, or nothing after `limit_s`: it may block without end."""
     return call_with_limit(request, limit_s, *OUT_OF_REACH, name="rankwise-store-request")
 
 

@@ -66,7 +66,7 @@ class Strategy(WithParts, ABC):
     Args:
         accelerator: `"auto"`, `"cpu"`, `"cuda"` or `"gpu"`.
         devices: processes on this node: a number, `"auto"` (or -1) for all devices, or device indices.
-        num_nodes: the number of nodes, `"auto"` for that of the environment.
+        num_nodes: the number of nodes; `"auto"` for the environment's.
         cluster_environment: an instance or a name; detected where it is None.
         precision: the precision plug-in.
         checkpoint_io: reads and writes checkpoints.
@@ -228,7 +228,7 @@ class Strategy(WithParts, ABC):
 
     @property
     def placement(self) -> Placement:
-        """What `bind` has fixed; a `LifecycleError` before that."""
+        """The result of `bind`; raises `LifecycleError` before it."""
         if self._placement is None:
             raise self._wrong_state("placement", "'bound'")
         return self._placement

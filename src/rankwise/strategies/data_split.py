@@ -48,9 +48,9 @@ def fingerprint_of_loaders(words: str, loaders: list[Any], is_split_here: bool) 
 
 
 def _digest_of_subsets(dataset: Any) -> str | None:
-    """Return a digest of the indices of torch's subsets, also within each other; None if there are none.
+    """Return a digest of the indices of torch's subsets, nested ones too; None if there are none.
 
-    Processes that each split their data at random, without a seed, have other ones.
+    It differs between processes that have each split their data at random, without a seed.
     """
     digest = None
     for each in walked(dataset, _parts_of):

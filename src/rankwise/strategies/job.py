@@ -116,10 +116,10 @@ class Job:
             report_phase("finished", waits=True)
 
     def report_failure(self, error: BaseException) -> None:
-        """Report what ends this rank's work before hooks of the user run, which may take long, or hang.
+        """Report the exception before hooks of the user run, which may take long, or hang.
 
-        From then on, until the job ends, this rank's collectives are refused: no other rank comes to them. A
-        stop for a signal is no failure: all ranks run the hooks then.
+        From then on, until the job ends, this rank's collectives are refused: no other rank takes part. A
+        stop for a signal is not a failure: all ranks run the hooks then.
         """
         if self._failure is not None or isinstance(error, StoppedBySignal):
             return

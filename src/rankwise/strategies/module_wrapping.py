@@ -1,4 +1,4 @@
-"""What `setup_module` does to a module: wrap, compile, convert, check; and how it is undone."""
+"""Wrap, compile, convert and check a module for `setup_module`, and undo it."""
 
 from __future__ import annotations
 

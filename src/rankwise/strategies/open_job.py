@@ -102,10 +102,10 @@ class OpenJob:
     def _on_exit(self) -> None:
         if not self.is_running or os.getpid() != self._pid:
             return
-        # Printed by another hook than ours, or no error for Python, which exits with this code by itself.
+        # Another excepthook has printed it, or Python does not treat it as an error and exits with this code.
         own = getattr(sys, "last_value", None) or ScriptExit.uncaught
         if own is None and self._worker.channel is not None and not _has_returned(self._script):
-            # By `raise SystemExit(...)`, whose code nobody knows yet: the others may have finished, too.
+            # By `raise SystemExit(...)`; its code is not known yet: the other ranks may have finished, too.
             phase = WorkerExitedError.BY_SYSTEM_EXIT
             record = FailureRecord.of_rank(self._worker.ranks, os.getpid(), phase=phase)
             self._worker.channel.send(Kind.EXITED, record.to_json())

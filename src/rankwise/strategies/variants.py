@@ -1,4 +1,4 @@
-"""One process; and DDP whose processes are spawned, forked, restarted or started as suits this process."""
+"""Strategies for one process, and for DDP by start method: spawn, fork, elastic, or chosen automatically."""
 
 from __future__ import annotations
 
