@@ -82,6 +82,7 @@ class WorkerState(MonitoredRank):
     has_failed: bool = False
     has_left_job: bool = False  # after a failure
     has_stopped: bool = False
+    is_connected: bool = False  # whether its channel is read
     is_in_loop: bool = False
     jobs_done: int = 0
     exit_status: int | None = 0  # of one that has ended; None if it is unknown
@@ -243,6 +244,7 @@ class Supervisor:
             self._loop.call_every(teardown.interval_s, self._stop_request.look)
         for worker in self._workers:
             self._loop.register(worker.sock, partial(self._on_channel, worker))
+            worker.is_connected = True
             if worker.process is not None:
                 self._loop.register(worker.process, partial(self._on_process_end, worker))
         self._thread.start()
@@ -265,7 +267,7 @@ class Supervisor:
             is_in_job = bool(jobs) and worker.jobs_done < self._job  # others may have done it already
             if is_in_job and worker.has_ended and not worker.has_failed:
                 self._on_early_end(worker, "before the next job began")
-            elif worker.process is not None and not self._loop.is_registered(worker.sock):
+            elif worker.process is not None and not worker.is_connected:
                 self._on_lost_channel(worker, worker.process.pid)
         self._check()
 
@@ -465,15 +467,19 @@ class Supervisor:
             try:
                 worker.reader.feed(data, partial(self._receive, worker))
             except Exception as error:  # noqa: BLE001  code of the rank has written to its channel
-                self._loop.unregister(worker.sock)
+                self._disconnect(worker)
                 self._on_broken_channel(worker, f"what it sent is no message: {error!r}")
-        elif self._loop.is_registered(worker.sock):
-            self._loop.unregister(worker.sock)
+        elif worker.is_connected:
+            self._disconnect(worker)
             if worker.process is None:  # rank 0, in the main process, has given up
                 worker.has_ended = True
                 self._stop_all()
             else:
                 self._on_lost_channel(worker, worker.process.pid)
+
+    def _disconnect(self, worker: WorkerState) -> None:
+        self._loop.unregister(worker.sock)
+        worker.is_connected = False
 
     def _on_lost_channel(self, worker: WorkerState, pid: int) -> None:
         """Fail if a rank that runs cannot report any more; one that ends is reported with its exit status."""
@@ -508,29 +514,25 @@ class Supervisor:
             self._failures.exited.append(FailureRecord.from_json(payload))
         elif kind is Kind.STORE_REQUEST:
             request_id, request = payload[:REQUEST_ID_SIZE], payload[REQUEST_ID_SIZE:]
-            self._table.handle(
-                request,
-                lambda reply: self._send(worker, Kind.STORE_REPLY, request_id + reply),
-                (worker, request_id),
-            )
+            send = partial(self._send, worker, Kind.STORE_REPLY, request_id)
+            self._table.handle(request, send, (worker, request_id))
         elif kind is Kind.STORE_CANCEL:
             self._table.cancel((worker, payload))
 
-    def _send(self, worker: WorkerState, kind: Kind, payload: bytes) -> None:
-        worker.outgoing += frame(kind, payload)
+    def _send(self, worker: WorkerState, kind: Kind, payload: bytes, more: bytes = b"") -> None:
+        worker.outgoing += frame(kind, payload + more)
         self._flush(worker)
 
     def _flush(self, worker: WorkerState, *, has_waited: bool = False) -> None:
         """Write what the channel takes now, the rest when it is writable, so that no rank can block us."""
-        if not self._loop.is_registered(worker.sock):
+        if not worker.is_connected:
             return
         try:
             while worker.outgoing:
                 del worker.outgoing[: worker.sock.send(worker.outgoing)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            worker.outgoing.clear()  # the rank is gone; the end of its process is reported
+        except OSError as error:
+            if not isinstance(error, BlockingIOError):
+                worker.outgoing.clear()  # the rank is gone; the end of its process is reported
         if has_waited or worker.outgoing:
             self._loop.wait_writable(worker.sock, bool(worker.outgoing))
 
@@ -539,7 +541,7 @@ class Supervisor:
         if process is None:
             return
         self._loop.unregister(process)
-        while self._loop.is_registered(worker.sock) and worker.has_data():
+        while worker.is_connected and worker.has_data():
             self._read(worker)
         worker.exit_status = process.wait()
         worker.has_ended = True

@@ -34,6 +34,7 @@ class EventLoop:
 
     def __init__(self) -> None:
         self._timers: list[_Timer] = []
+        self._due_s = math.inf  # when the first of them, or the deadline, is due
         self._deadline: tuple[float, Callable[[], None]] | None = None
         self._pending: deque[Callable[[], None]] = deque()
         self._is_running = True
@@ -59,10 +60,6 @@ class EventLoop:
         with suppress(KeyError):
             self._selector.unregister(file)
 
-    def is_registered(self, file: Any) -> bool:
-        """Whether the loop waits for a descriptor."""
-        return file in self._selector.get_map()
-
     def wait_writable(self, file: Any, until_writable: bool) -> None:
         """Call back also when a registered descriptor is writable, or stop doing so."""
         events = READ | (WRITE if until_writable else 0)
@@ -75,11 +72,14 @@ class EventLoop:
 
     def call_every(self, interval_s: float, call: Callable[[], None]) -> None:
         """Call in intervals; late where the process was suspended."""
-        self._timers.append(_Timer(time.monotonic() + interval_s, interval_s, call))
+        timer = _Timer(time.monotonic() + interval_s, interval_s, call)
+        self._timers.append(timer)
+        self._due_s = min(self._due_s, timer.due_s)
 
     def call_later(self, seconds: float, call: Callable[[], None]) -> None:
         """Call in so many seconds, in place of what an earlier `call_later` would call."""
         self._deadline = (time.monotonic() + seconds, call)
+        self._due_s = min(self._due_s, self._deadline[0])
 
     def cancel_deadline(self) -> None:
         """Do not make the call of `call_later`."""
@@ -105,9 +105,8 @@ class EventLoop:
     def run(self) -> None:
         """Call back until `stop` is called."""
         self._thread_id = threading.get_ident()
-        time_left_s = self._run_timers()
         while self._is_running:
-            ready = self._selector.select(time_left_s)
+            ready = self._selector.select(min(max(0.0, self._due_s - time.monotonic()), _LONGEST_WAIT_S))
             for key, _ in ready:
                 if key.data is None:  # signals and pending calls come first
                     self._run_pending()
@@ -115,7 +114,8 @@ class EventLoop:
             for key, events in ready:
                 if key.data is not None:
                     key.data(events)
-            time_left_s = self._run_timers()
+            if time.monotonic() >= self._due_s:
+                self._run_timers()
 
     def close(self) -> None:
         """Close the descriptors, after `run` has returned. Do not use `call_soon` afterwards."""
@@ -132,8 +132,8 @@ class EventLoop:
         if self._pending:
             self._wake_up()
 
-    def _run_timers(self) -> float:
-        """Make the calls that are due; return the seconds until the next one."""
+    def _run_timers(self) -> None:
+        """Make the calls that are due, and note when the next one is."""
         if self._deadline is not None and time.monotonic() >= self._deadline[0]:
             call = self._deadline[1]
             self._deadline = None
@@ -142,10 +142,9 @@ class EventLoop:
             if time.monotonic() >= timer.due_s:
                 timer.due_s = time.monotonic() + timer.interval_s
                 timer.call()
-        due_s = math.inf if self._deadline is None else self._deadline[0]
+        self._due_s = math.inf if self._deadline is None else self._deadline[0]
         for timer in self._timers:
-            due_s = min(due_s, timer.due_s)
-        return min(max(0.0, due_s - time.monotonic()), _LONGEST_WAIT_S)
+            self._due_s = min(self._due_s, timer.due_s)
 
     def _wake_up(self) -> None:
         with suppress(OSError):  # full: the thread is about to look anyway; closed in a forked process
