@@ -307,7 +307,7 @@ class RandomStreams:
 
         Args:
             seed: the same on all ranks.
-            device: whose generator is one of them.
+            device: its generator is one of them.
             position: returns numbers that are the same on all ranks, and others after each batch.
         """
         self._seed, self._device, self._position = seed, device, position
@@ -373,7 +373,7 @@ class RandomStreams:
 def _begin() -> dict[str, Any]:
     """Return the random state with which the program begins to use rankwise.
 
-    A script that is run again takes over that of the main process, so that both split their data alike.
+    A script that is run again starts with the main process's state, so that both split their data alike.
     """
     if start.main_random_state is not None:
         set_random_state(start.main_random_state(), _CPU)

@@ -40,7 +40,7 @@ class ModelSummary(Callback):
 
 
 class _Size(NamedTuple):
-    """How large parameters are, each counted once."""
+    """The size of the parameters, each counted once."""
 
     total: int
     trainable: int

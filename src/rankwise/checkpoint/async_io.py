@@ -66,7 +66,7 @@ class AsyncCheckpointIO(CheckpointIO):
         with as_checkpoint_error(path):
             snapshot = _snapshot(checkpoint)
         self._reset_after_fork()
-        earlier = self._take_error()  # before queueing this save, whose own error is for the next call
+        earlier = self._take_error()  # before queueing this save; its own error is raised in the next call
         self._enqueue(lambda: self.wrapped.save_checkpoint(snapshot, path))
         if earlier is not None:
             raise earlier

@@ -23,7 +23,7 @@ def is_lightning_checkpoint(checkpoint: Mapping[str, Any]) -> bool:
 
 @final
 class LightningState:
-    """What a fit continues with.
+    """The state with which a fit continues.
 
     Attributes:
         epoch: the epoch to begin next.

@@ -26,7 +26,7 @@ class LightningClusterEnvironment(Protocol):
 
 
 GivenEnvironment = ClusterEnvironment | LightningClusterEnvironment | str
-"""What users give as an environment: an instance of either class, or a name."""
+"""An environment as users pass it: an instance of either class, or a name."""
 
 
 def adapted_environment(

@@ -204,7 +204,7 @@ def own_generators(sampler: Any) -> list[Any]:
 
 
 def own_seed(sampler: Any) -> int | None:
-    """Return a seed made of those of a sampler's generators; None if it has none."""
+    """Return a seed made of the seeds of a sampler's generators; None if it has none."""
     seeds = [seed_of(generator) for generator in own_generators(sampler)]
     return mixed_seed(*seeds) if seeds else None
 

@@ -43,7 +43,7 @@ _WARM_UP = 2
 @final
 @dataclass(frozen=True)
 class JobFacts:
-    """What rank 0 of a job reports: its back end, what each rank is, and how long each all-reduce takes."""
+    """The report of rank 0 of a job: back end, ranks, and how long each all-reduce takes."""
 
     backend: str | None
     ranks: Sequence[Mapping[str, Any]]

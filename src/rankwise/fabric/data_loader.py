@@ -30,7 +30,7 @@ _SHARDERS = {False: shard_for_training, True: shard_for_evaluation}
 
 @final
 class FabricDataLoader:
-    """What `Fabric.setup_dataloaders` returns for a loader: all other attributes are the loader's.
+    """A loader that `Fabric.setup_dataloaders` has set up: all other attributes are the original loader's.
 
     Attributes:
         epoch: the number of the next iteration, which determines its order; samplers and iterable data sets

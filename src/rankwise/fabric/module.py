@@ -25,7 +25,7 @@ _FORWARD_METHODS = ("training_step", "validation_step", "test_step", "predict_st
 
 @final
 class FabricModule(nn.Module):
-    """What `Fabric.setup` returns for a module: calls go through the strategy's wrapper and the precision.
+    """A module that `Fabric.setup` has set up: calls go through the strategy's wrapper and the precision.
 
     Attributes, parameters, submodules and `state_dict` are those of the user's module, without a prefix; what
     is assigned is assigned there. A copy, also by pickle, is a copy of the user's module.
@@ -54,7 +54,7 @@ class FabricModule(nn.Module):
 
     @property
     def wrapped(self) -> nn.Module:
-        """What the strategy's `setup_module` returned."""
+        """The result of the strategy's `setup_module`."""
         wrapped: nn.Module = self.__dict__["_wrapped"]
         return wrapped
 

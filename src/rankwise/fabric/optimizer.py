@@ -21,7 +21,7 @@ _OWN = (
 
 
 class FabricOptimizer:
-    """What `Fabric.setup` returns for an optimizer; it is an instance of the optimizer's class, too.
+    """An optimizer that `Fabric.setup` has set up; it is an instance of the optimizer's class, too.
 
     `step` unscales gradients, skips the step on all ranks where they are not finite, and updates master
     weights, as the precision says. All other attributes are the optimizer's.

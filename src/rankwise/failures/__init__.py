@@ -1,3 +1,3 @@
-"""What failed first."""
+"""Failure records: what failed first, and its exchange between nodes."""
 
 __all__: list[str] = []

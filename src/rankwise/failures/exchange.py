@@ -62,7 +62,7 @@ _LEAVE_S = 1.0
 
 @final
 class StatusReport(NamedTuple):
-    """What the ranks have replied to a status query.
+    """The replies of the ranks to a status query.
 
     Attributes:
         missing: the global ranks that the others wait for: they do not wait themselves, or do not reply.

@@ -73,7 +73,7 @@ _recorded_graphs: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 @final
 @dataclass(eq=False)
 class _OfModule:
-    """What a job needs to average the gradients of one module."""
+    """The objects with which a job averages the gradients of one module."""
 
     weights: WeightAccumulator | None
     carrier: WeightCarrier | None = None

@@ -84,7 +84,7 @@ class DDPStrategy(Strategy):
             lack some gradients), or `"auto"`: the first, but the second with `find_unused_parameters`.
         comm_hook: how DDP averages a bucket of gradients: a name in `CommHookRegistry`, with options as in
             `"powersgd:matrix_approximation_rank=2"`, or a function `hook(state, bucket)`.
-        comm_state: the hook's state; by default that of a named hook, or the process group.
+        comm_state: the hook's state; by default the named hook's own, or the process group.
         comm_wrapper: `"fp16"` or `"bf16"` around the hook, or a function from a hook to a hook.
         model_averaging_period: with `"post_localsgd"`, after how many steps the models are averaged.
         gradient_weighting: how batches of different sizes are weighted. None: equally. `"samples"`: by their

@@ -243,7 +243,7 @@ def check_hooks(
 
 
 def _check_settings(owner: object) -> None:
-    """Raise ConfigurationError for an attribute of Lightning's that would have no effect."""
+    """Raise ConfigurationError for a Lightning attribute that would have no effect."""
     name = "allow_zero_length_dataloader_with_multiple_devices"
     if getattr(owner, name, False):
         raise ConfigurationError(
@@ -259,7 +259,7 @@ def _refuse(owner: object, refused: Mapping[str, str]) -> None:
             raise ConfigurationError(
                 message=f"{type(owner).__name__}.{name}() would never be called.",
                 facts="it has the name of a hook that rankwise does not have.",
-                remedy=f"{remedy} A method that is no hook needs another name.",
+                remedy=f"{remedy} A method that is not a hook needs another name.",
             )
 
 
@@ -278,7 +278,7 @@ def _check_arguments(owner: object, hook: Hook) -> None:
     method = getattr(owner, hook.name)
     if callable(method) and "dataloader_iter" in _parameters_of(method):
         raise ConfigurationError(
-            message=f"{type(owner).__name__}.{hook.name}() takes dataloader_iter, which there is not.",
+            message=f"{type(owner).__name__}.{hook.name}() takes dataloader_iter, which is not supported.",
             facts="the Trainer reads the loaders, so that a run can stop and continue at any batch.",
             remedy=f"def {hook.name}(self, batch, batch_idx).",
         )

@@ -32,7 +32,7 @@ def _of_trainer(name: str, default: Any = 0) -> Any:
 
 
 class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
-    """What a `Trainer` trains; subclass it and define `training_step` and `configure_optimizers`.
+    """The module that a `Trainer` trains; subclass it and define `training_step` and `configure_optimizers`.
 
     A hook that callbacks have too runs after theirs; `Callback` describes when. Stages are `"fit"`,
     `"validate"`, `"test"` and `"predict"`.
@@ -115,7 +115,7 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
     def configure_callbacks(self) -> Any:
         """Return a callback or a list of them, which are added to the trainer's; called in each stage.
 
-        One whose class is that of a callback of the trainer, or derives from it, replaces that callback. If
+        A callback of the same class as one of the trainer's, or of a derived class, replaces that one. If
         an earlier call for this module has returned callbacks of its class, those stay instead.
         """
         return []
@@ -403,7 +403,7 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
         """Clip an optimizer's unscaled gradients.
 
         Args:
-            optimizer: whose gradients.
+            optimizer: the optimizer of the gradients.
             gradient_clip_val: the limit, 0 for no clipping; None for the Trainer's.
             gradient_clip_algorithm: `"norm"` or `"value"`; None for the Trainer's, or else `"norm"`.
 
@@ -512,10 +512,10 @@ class TrainerOptimizer:
         """Update the parameters once, in the trainer's precision; return what the optimizer returns.
 
         Args:
-            closure: computes gradients and returns the loss, of which the optimizer gets the mean over the
-                ranks, weighted as in the last backward pass. Collective: every rank must give one. In
-                automatic optimisation an optimizer of torch's that needs none steps after the closure.
-            options: those of the optimizer's own `step`.
+            closure: computes gradients and returns the loss. The optimizer gets the mean over the ranks,
+                weighted as in the last backward pass. Collective: every rank must give a closure. In
+                automatic optimisation, torch's optimizers that need no closure step after it.
+            options: for the optimizer's own `step`.
 
         Raises:
             NonFiniteLossError: with `on_nonfinite="raise"`.
@@ -556,5 +556,5 @@ def _one_or_all(items: list[Any]) -> Any:
 
 
 def is_defined(module: TrainingModule, method: str) -> bool:
-    """Return whether a module has a method of its own in place of `TrainingModule`'s; None is none."""
+    """Return whether a module overrides a method of `TrainingModule`. A value of None counts as undefined."""
     return bool(own_methods(module, TrainingModule, [method]))

@@ -195,7 +195,7 @@ def _arguments(
 
 
 def _check_not_nested(kind: type, saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Refuse what a command line of Lightning's has saved in place of objects."""
+    """Refuse class descriptions that LightningCLI has saved in place of objects."""
     nested = [name for name, value in saved.items() if isinstance(value, Mapping) and "class_path" in value]
     if "_instantiator" in saved and (left := [name for name in nested if name not in given]):
         raise ConfigurationError(
@@ -299,4 +299,4 @@ def _read_yaml(file: Path) -> Any:
     try:
         return yaml.safe_load(file.read_text())
     except yaml.YAMLError as error:
-        raise _unreadable(file, f"is no YAML of plain values: {error}") from error
+        raise _unreadable(file, f"is not YAML of plain values: {error}") from error

@@ -1,4 +1,4 @@
-"""What can be read off a `Trainer`: its arguments, the state of a stage, the process it runs in."""
+"""The read-only attributes of a `Trainer`: its arguments, the state of a stage, the process it runs in."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class TrainerProperties:
 
     @property
     def validating(self) -> bool:
-        """Whether batches of a validation run that is no sanity check."""
+        """Whether batches of a validation run, other than the sanity check."""
         return self._stage.phase == "validate" and not self.sanity_checking
 
     @property
@@ -219,7 +219,7 @@ class TrainerProperties:
 
     @property
     def results(self) -> Results:
-        """What is logged in the current loop."""
+        """The values that are logged in the current loop."""
         if self._stage.results is None:
             raise LifecycleError(
                 call="self.log()",
@@ -231,7 +231,7 @@ class TrainerProperties:
 
     @property
     def manual_optimization(self) -> ManualOptimization:
-        """What runs the steps of a module with `automatic_optimization = False`."""
+        """Runs the steps of a module with `automatic_optimization = False`."""
         if self.running_manual_optimization is None:
             raise LifecycleError(
                 call="a method of manual optimisation",
@@ -304,7 +304,7 @@ class TrainerProperties:
 
     @property
     def model(self) -> nn.Module | None:
-        """The module as the strategy has wrapped it, within a fit; otherwise that of the last stage."""
+        """The module as the strategy has wrapped it, within a fit; otherwise the module of the last stage."""
         return self._module if self._stage.wrapped is None else self._stage.wrapped
 
     @property

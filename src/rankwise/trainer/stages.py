@@ -136,7 +136,7 @@ class Stage:
             module in place of the first becomes `datamodule`.
         gather: which ranks get the predictions.
         keeps_outputs: whether any rank gets them.
-        seed: this process's; the trainer's is rank 0's, or that of the run that continues.
+        seed: of this process; the trainer uses rank 0's, or the seed of the run that continues.
         stream: seed of the random numbers that are drawn in the stage; rank 0's counts.
         ckpt_path: a path, `"best"`, `"last"` or None; once found, a path or None.
         checkpoint: what to load; None for nothing.
@@ -312,9 +312,9 @@ class Stage:
         check_ranks_agree(strategy, fingerprint_of_checkpoint(self.checkpoint))
 
     def _agree_on_seed_and_loggers(self, context: LoopContext) -> None:
-        """Use rank 0's seeds, or that of the run that continues, and the state of rank 0's loggers.
+        """Use rank 0's seeds, or the seed of the run that continues, and the state of rank 0's loggers.
 
-        A run continues unless this process was seeded anew since it began.
+        A run continues unless this process was seeded again since it began.
         """
         state, strategy = context.state, context.strategy
         own, self.stream = strategy.broadcast((self.seed, self.stream))
@@ -445,7 +445,7 @@ class Stage:
     def _shards(
         self, context: LoopContext, phase: str, given: Any, order_seed: int | None = None
     ) -> list[LoaderShard]:
-        """Return this rank's part of each loader of a phase; `order_seed` replaces that of training."""
+        """Return this rank's part of each loader of a phase; `order_seed` replaces the seed of training."""
         state, strategy = context.state, context.strategy
         check_combination(phase, given, context.options)
         loaders = as_list(given)
@@ -487,7 +487,7 @@ def _unwrap(context: LoopContext) -> None:
 
 
 def own_classes(trainer: object, *given: Any) -> AbstractContextManager[None]:
-    """Return a block in which modules and data modules of Lightning's classes have rankwise's, too."""
+    """Return a block in which Lightning's modules and data modules also have rankwise's base class."""
     foreign = [each for each in given if not isinstance(each, (TrainingModule, DataModule, NoneType))]
     if not foreign:
         return nullcontext()

@@ -47,7 +47,7 @@ class TrainerFn(_Named):
 
 @final
 class RunningStage(_Named):
-    """What a Trainer does now; a member equals its value."""
+    """The current stage of a Trainer; a member equals its value."""
 
     TRAINING = "train"
     SANITY_CHECKING = "sanity_check"
@@ -143,7 +143,7 @@ class Progress:
         self.is_epoch_done = True
 
     def repeat_window(self) -> None:
-        """Go back to the first batch of an unfinished window, whose gradients are lost."""
+        """Go back to the first batch of an unfinished window, as its gradients are lost."""
         if self.window_batches:
             self.batches_done -= self.window_batches
             self.total_batches -= self.window_batches
@@ -190,7 +190,7 @@ class PublishedMetrics:
 @final
 @dataclass
 class TrainerState:
-    """What a Trainer, which documents it, keeps between stages, and a worker sends back to the caller."""
+    """The state that a Trainer keeps between stages, and that a worker sends back; `Trainer` documents it."""
 
     progress: Progress = field(default_factory=Progress)
     seed: int = 0
@@ -278,7 +278,7 @@ class StageState:
 @final
 @dataclass
 class LoopContext:
-    """What stages, loops and checkpoints use of a Trainer, for one module on this rank.
+    """The part of a Trainer that stages, loops and checkpoints use, for one module on this rank.
 
     Attributes:
         wrapped: the module as the strategy wrapped it; in evaluation, the module itself.

@@ -52,7 +52,7 @@ _WITH_STATE = (Callback, Logger)
 @final
 @dataclass
 class CallerState:
-    """What the calling process gets after a stage that ran in other processes; picklable, on the CPU.
+    """The state that the calling process gets after a stage in other processes; picklable, on the CPU.
 
     Attributes:
         module: the module's weights and other contents.
@@ -65,7 +65,7 @@ class CallerState:
 
 @final
 class KnownToCaller:
-    """What the calling process has, too, when a stage starts in this one.
+    """A snapshot, at the start of a stage in a worker, of the objects that the caller also has.
 
     Attributes:
         named: the objects that are sent by name.
@@ -82,7 +82,7 @@ class KnownToCaller:
 
 
 def _owners(context: LoopContext) -> dict[str, Any]:
-    """Return the objects whose attributes or states are sent back, by names that the caller finds, too."""
+    """Return the objects whose attributes or states are sent back, by names that the caller also uses."""
     others = [*context.callbacks, *context.loggers]
     kinds = [type(each).__name__ for each in others]
     names = [
@@ -303,7 +303,7 @@ class RankState:
             for key, name in _METRICS.items():
                 values = dict(own["metrics"][key])
                 if odd := [value for value in values.values() if not isinstance(value, Tensor)]:
-                    raise TypeError(f"{odd[0]!r} is no tensor")
+                    raise TypeError(f"{odd[0]!r} is not a tensor")
                 setattr(self._state.fit_metrics, name, values)
 
     def restore_metric_objects(self) -> None:

@@ -221,7 +221,7 @@ class Trainer(TrainerProperties):
         # The last module whose `configure_callbacks` was called, and the types of the callbacks added by it.
         self._configured: tuple[TrainingModule, set[type]] | None = None
         self._is_trial = False  # it has its callbacks alone
-        self._has_trained_elsewhere = False  # within `on_exception` of a process that is no rank
+        self._has_trained_elsewhere = False  # within `on_exception` of a process that is not a rank
         self._forget_fit()
 
     def _forget_fit(self) -> None:
@@ -244,7 +244,7 @@ class Trainer(TrainerProperties):
         """Train a module; with the module of the last fit, continue where that ended.
 
         With another module a new run begins: progress, optimizers, `ModelCheckpoint` and `EarlyStopping`
-        start anew; callbacks of your own keep their state, and a `Timer` goes on.
+        start over; callbacks of your own keep their state, and a `Timer` goes on.
 
         Afterwards module, optimizers, metrics and callbacks of this process have the state of the training,
         also if it ran in other processes.
@@ -254,7 +254,7 @@ class Trainer(TrainerProperties):
             train_dataloaders: the training loader, or several; by default the module's own. A data module in
                 its place is `datamodule`.
             val_dataloaders: a validation loader or a list, [] for none; by default the module's own, if any.
-            datamodule: whose loaders to use; also in the other stages, where it replaces `dataloaders`.
+            datamodule: a data module with the loaders; in the other stages too, in place of `dataloaders`.
             ckpt_path: a checkpoint to continue from: a path, `"best"`, or `"last"` (which may not exist yet).
             weights_only: only None and True are accepted: nothing in a checkpoint is run.
 
@@ -285,8 +285,8 @@ class Trainer(TrainerProperties):
     ) -> list[dict[str, float]]:
         """Evaluate a module on validation data; raises as `fit`.
 
-        Without a model it is that of the last stage; after a fit it gets the weights of the best checkpoint,
-        if a `ModelCheckpoint` has saved any, and a warning says so where a metric has chosen it.
+        Without a model, the module of the last stage is used; after a fit it gets the weights of the best
+        checkpoint, if a `ModelCheckpoint` has saved any, and a warning says so where a metric has chosen it.
 
         A loader that shuffles stays shuffled; with `drop_last`, or a limit on the number of batches, the
         samples that are left out are then random.
@@ -341,7 +341,7 @@ class Trainer(TrainerProperties):
         Args:
             model: the module.
             dataloaders: a loader or a list of them; by default the module's own.
-            datamodule: whose loaders to use instead.
+            datamodule: a data module with the loaders to use instead.
             return_predictions: False to keep no outputs, where a callback writes them; None means True.
             ckpt_path: a checkpoint whose weights to use.
             gather: which ranks get the outputs: `"all"`, or `"rank_zero"` alone (others get an empty list);

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class _Count(NamedTuple):
-    """What this rank has done since the loop began."""
+    """Counts of this rank's work since the loop began."""
 
     time: float
     batches: int

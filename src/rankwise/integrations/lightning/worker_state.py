@@ -1,4 +1,4 @@
-"""What a worker process sends back to the process that called Lightning's `Trainer`."""
+"""The state that a worker sends back to the process that called Lightning's `Trainer`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class StateBefore:
 
 @final
 class WorkerState:
-    """What a stage has changed in a worker process, for the calling process; on the CPU.
+    """The changes that a stage has made in a worker process, for the calling process; on the CPU.
 
     Making it sends by name, from then on, what the caller has.
     """
@@ -165,7 +165,7 @@ def optimizers_taken(trainer: Any) -> Iterator[None]:
 @final
 @dataclass
 class StageResult:
-    """What a stage has returned in a worker process; on the first rank of a node with the state."""
+    """The result of a stage in a worker process; on the first rank of a node with the state."""
 
     value: Any
     num_loaders: int  # over which it has predicted; 0 after another stage

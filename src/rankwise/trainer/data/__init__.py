@@ -1,4 +1,4 @@
-"""Where a Trainer's data come from: its data module, and the hooks that data modules and modules share."""
+"""A Trainer's data: data modules, the hooks that they share with modules, and the training data."""
 
 from rankwise.trainer.data.data_module import DataModule
 

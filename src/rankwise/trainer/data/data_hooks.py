@@ -83,7 +83,7 @@ def own_methods(owner: object, base: type, methods: Iterable[str]) -> list[str]:
 
 
 def is_own(owner: object, base: type, method: str) -> bool:
-    """Return whether an object has a method of its own in place of `base`'s; None is none."""
+    """Return whether an object overrides a method of `base`. A value of None counts as undefined."""
     return bool(own_methods(owner, base, [method]))
 
 

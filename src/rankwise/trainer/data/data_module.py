@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class DataModule(HyperparametersMixin, DataHooks):
-    """What `Trainer.fit(model, datamodule=...)` gets its loaders from; subclass it.
+    """The source of the loaders in `Trainer.fit(model, datamodule=...)`; subclass it.
 
     A stage calls `prepare_data` in one process of each node, then `setup` and the method of its loaders on
     every rank, and `teardown` at the end. Loaders need no `DistributedSampler`: each rank gets its part.
@@ -86,7 +86,7 @@ class DataModule(HyperparametersMixin, DataHooks):
             kwargs: for the constructor.
 
         Raises:
-            InvalidTypeError: for what is no data set.
+            InvalidTypeError: for a value that is not a data set.
         """
         given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
         for name, datasets in given.items():

@@ -70,13 +70,12 @@ def _leave_inference_mode(module: nn.Module) -> None:
 
 @final
 class _StepCollectives:
-    """Refuse the user's collectives in the steps of a loader of which ranks have other numbers of batches.
+    """Refuse the user's collectives in the steps of a loader if ranks have different numbers of batches.
 
-    Only some ranks would come to the last of them. Numbers that a rank cannot compute for others are not
-    compared.
+    Only some ranks would reach the last collective. A rank compares only the numbers that it can compute.
 
     Attributes:
-        share: of the loader whose batch is evaluated; None outside of steps.
+        share: this rank's part of the loader that is evaluated; None outside of steps.
     """
 
     def __init__(self, context: LoopContext, stage: Literal["validate", "test", "predict"]) -> None:

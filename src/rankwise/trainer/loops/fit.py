@@ -43,8 +43,9 @@ if TYPE_CHECKING:
 class FitLoop:
     """Train until a limit is reached or a stop is requested.
 
-    `share` are this rank's batches, and `rank_state` is its part of the checkpoint, or of the last fit, from
-    which training continues. The loop of `validation` runs in between. `reload` makes both anew, by phase.
+    `share` has this rank's batches. Training continues from `rank_state`, this rank's part of the checkpoint
+    or of the last fit. The loop of `validation` runs in between. `reload` creates the loaders of a phase
+    again.
     """
 
     def __init__(

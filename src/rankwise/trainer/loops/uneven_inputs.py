@@ -151,7 +151,7 @@ class BatchSchedule:
             return function(*args)
 
     def call_method(self, wrapped: nn.Module, step: str, *args: Any) -> Any:
-        """Call the step, of which some ranks repeat a batch; refuse collectives, which would exchange it."""
+        """Call a step in which some ranks repeat a batch; refuse collectives: they would exchange it."""
         with own_calls_intercepted(partial(self._refuse, step)):
             return self._strategy.call_method(wrapped, step, *args)
 

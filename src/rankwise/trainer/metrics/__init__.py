@@ -1,3 +1,3 @@
-"""What modules log: values and metric objects, reduced over batches and ranks."""
+"""Logged values and metric objects, reduced over batches and ranks."""
 
 __all__: list[str] = []

@@ -142,7 +142,7 @@ def _never() -> bool:
 
 @contextmanager
 def empty_lists_refused(metrics: Metrics, remedy: str) -> Iterator[None]:
-    """Raise ConfigurationError where a metric object communicates in the block whose lists are empty here.
+    """Raise ConfigurationError if a metric object communicates in the block while its lists are empty here.
 
     Other ranks would exchange more tensors than this one has.
     """

@@ -1,4 +1,4 @@
-"""How a logged value is reduced and shown: its options, one rank's part of it, and what is refused."""
+"""The options of a logged value, which say how it is reduced and shown; and one rank's part of it."""
 
 from __future__ import annotations
 
