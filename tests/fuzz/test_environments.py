@@ -17,8 +17,8 @@ from rankwise.environments.network import is_loopback, port_of_job
 from rankwise.environments.node_list import expand_counts, expand_node_list
 from rankwise.environments.slurm import warn_of_unused_tasks
 from rankwise.errors import RankwiseError
-from rankwise.launchers.context import WorkerContext
-from rankwise.launchers.worker_main import attach, describe_context
+from rankwise.launchers.context import WorkerContext, describe_context
+from rankwise.launchers.worker_main import attach
 from rankwise.process_group.group import check_interface
 from rankwise.ranks import RankInfo, set_rank_zero_only
 from rankwise.start import CONTEXT_VARIABLE

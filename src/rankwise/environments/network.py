@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from rankwise.errors import ConfigurationError
 
+LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
 _DISCARD_PORT = 9  # connecting a datagram socket looks up the route and sends nothing
 _SIOCGIFCONF = 0x8912  # netdevice(7): the interfaces that have an IPv4 address
 _SIOCGIFFLAGS, _RUNNING_FLAG = 0x8913, 0x40  # a bridge without other members is not running
@@ -48,7 +49,7 @@ def interface_toward(host: str) -> str | None:
     addresses = [address_toward(host)]
     if _is_loopback(addresses[0]):
         if not _is_name(host):
-            return "lo" if sys.platform == "linux" else "lo0"
+            return LOOPBACK_INTERFACE
         addresses = _external_addresses()
     return interfaces_by_address().get(addresses[0]) if len(addresses) == 1 else None
 

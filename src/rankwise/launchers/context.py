@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import secrets
 import time
@@ -360,3 +361,24 @@ def torchrun_variables(ranks: RankInfo, address: tuple[str, int] | None) -> dict
             "TORCHELASTIC_RUN_ID": f"rankwise-{os.getpid()}",
         }
     return {name: str(value) for name, value in variables.items()}
+
+
+@final
+@dataclass(frozen=True)
+class ContextDescription:
+    """What the environment variable of a re-run script has; the last three are descriptors."""
+
+    inode: int  # of the channel's socket
+    ranks: RankInfo
+    variables: dict[str, str]
+    address: tuple[str, int] | None
+    channel: int
+    heartbeat: int
+    values: int
+
+
+def describe_context(worker: WorkerContext, descriptors: Mapping[str, int]) -> str:
+    """Return the text of the environment variable from which a re-run script is attached."""
+    inode = os.fstat(descriptors["channel"]).st_ino
+    context = ContextDescription(inode, worker.ranks, dict(worker.variables), worker.address, **descriptors)
+    return json.dumps(dataclasses.asdict(context))

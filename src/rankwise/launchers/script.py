@@ -19,17 +19,17 @@ from typing import Any, NoReturn, final
 
 from rankwise import seed
 from rankwise.errors import LaunchRefusedError, WorkerError
+from rankwise.launchers import script_place
 from rankwise.launchers.channel import Kind, RankChannel
-from rankwise.launchers.context import CallerLauncher, RankRun, WorkerContext
+from rankwise.launchers.context import CallerLauncher, RankRun, WorkerContext, describe_context
 from rankwise.launchers.preconditions import (
     refuse_patched_threads,
     refuse_removed_directory,
     shortages_named,
 )
-from rankwise.launchers.script_place import running_script, set_running_script
 from rankwise.launchers.supervisor import SupervisionOptions
 from rankwise.launchers.worker_group import WorkerGroup, WorkerLinks
-from rankwise.launchers.worker_main import InheritedContext, describe_context
+from rankwise.launchers.worker_main import InheritedContext
 from rankwise.monitoring.heartbeat import HeartbeatReader, heartbeat_written_to
 from rankwise.processes import parent_death
 from rankwise.processes.command_line import count_launch, rerun_command
@@ -56,7 +56,7 @@ class ScriptLauncher(CallerLauncher):
 
     @property
     def has_other_ranks(self) -> bool:
-        return running_script() is not None or not self.local_ranks[0].is_one_node
+        return script_place.running is not None or not self.local_ranks[0].is_one_node
 
     @contextmanager
     def running(self, rendezvous: str) -> Iterator[RankRun]:
@@ -65,7 +65,7 @@ class ScriptLauncher(CallerLauncher):
         The main process gets the values of the other ranks too, where these can be pickled.
         """
         earlier = count_launch()
-        running = running_script()
+        running = script_place.running
         if running is not None and running.pid != os.getpid():
             raise LaunchRefusedError(
                 message="No job can start in a process that a rank has forked: it is not one of the ranks.",
@@ -83,7 +83,7 @@ class ScriptLauncher(CallerLauncher):
 
     def context_between_jobs(self) -> WorkerContext | None:
         """Return the context of this process, if it runs the script with others that have run a job."""
-        running = running_script()
+        running = script_place.running
         if not isinstance(running, (InheritedContext, _Script)) or running.pid != os.getpid():
             return None
         return running.context_between_jobs() if running.jobs else None
@@ -105,7 +105,7 @@ class ScriptLauncher(CallerLauncher):
             try:
                 script.group.open_rendezvous(rendezvous)
                 script.start(command, directory)
-                set_running_script(script)
+                script_place.running = script
             except BaseException:
                 script.end()
                 raise
@@ -224,7 +224,7 @@ class _Script:
 
     def end(self) -> None:
         """End the other processes and close everything."""
-        set_running_script(None)
+        script_place.running = None
         with suppress(OSError):  # the other side was first
             # Rank 0, which is here, has left, also where an interrupt kept it from reporting that.
             self._mine.shutdown(socket.SHUT_RDWR)
@@ -268,5 +268,5 @@ def _finish_at_exit() -> None:
 
 
 def _finish() -> None:
-    if isinstance(script := running_script(), _Script):
+    if isinstance(script := script_place.running, _Script):
         script.finish()

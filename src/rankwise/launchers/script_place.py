@@ -20,23 +20,13 @@ class RunningScript(Protocol):
     pid: int
 
 
-_running: RunningScript | None = None
-
-
-def set_running_script(running: RunningScript | None) -> None:
-    """Set what `running_script` returns."""
-    global _running
-    _running = running
-
-
-def running_script() -> RunningScript | None:
-    """Return the script that this process runs with others; None where it runs alone."""
-    return _running
+running: RunningScript | None = None
+"""The script that this process runs with others; None where it runs alone. Set by the launcher."""
 
 
 def script_place() -> RankInfo | None:
     """Return the ranks with which this process already runs its script, or None where it runs alone."""
-    return None if _running is None else _running.ranks
+    return None if running is None else running.ranks
 
 
 def can_rerun() -> bool:

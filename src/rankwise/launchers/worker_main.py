@@ -6,8 +6,6 @@ A re-run script imports this module before torch.
 from __future__ import annotations
 
 import atexit
-import dataclasses
-import json
 import multiprocessing
 import os
 import pickle
@@ -22,9 +20,9 @@ from typing import TYPE_CHECKING, Any, final
 from rankwise import start
 from rankwise.errors import RendezvousTimeoutError
 from rankwise.failures.classify import start_exception_chain
+from rankwise.launchers import script_place
 from rankwise.launchers.channel import Kind, RankChannel
-from rankwise.launchers.context import Entry, RankRun, WorkerContext
-from rankwise.launchers.script_place import set_running_script
+from rankwise.launchers.context import ContextDescription, Entry, RankRun, WorkerContext
 from rankwise.monitoring.heartbeat import LEAVING, report_phase, write_heartbeat_to
 from rankwise.monitoring.stacks import write_stacks_on_signal
 from rankwise.processes import parent_death
@@ -151,27 +149,6 @@ class InheritedContext:
             raise SystemExit(1) from None
 
 
-@final
-@dataclass(frozen=True)
-class _Description:
-    """What the environment variable of a re-run script has; the last three are descriptors."""
-
-    inode: int  # of the channel's socket
-    ranks: RankInfo
-    variables: dict[str, str]
-    address: tuple[str, int] | None
-    channel: int
-    heartbeat: int
-    values: int
-
-
-def describe_context(worker: WorkerContext, descriptors: Mapping[str, int]) -> str:
-    """Return the text of the environment variable from which a re-run script is attached."""
-    inode = os.fstat(descriptors["channel"]).st_ino
-    context = _Description(inode, worker.ranks, dict(worker.variables), worker.address, **descriptors)
-    return json.dumps(dataclasses.asdict(context))
-
-
 def attach(description: str) -> None:
     """Become the worker that `describe_context` described: this process ends when the main process does.
 
@@ -181,7 +158,7 @@ def attach(description: str) -> None:
     random state.
     """
     source = f"the environment variable {CONTEXT_VARIABLE}"
-    found = decoded(_Description, description, source, "unset it: only rankwise sets it.")
+    found = decoded(ContextDescription, description, source, "unset it: only rankwise sets it.")
     try:
         if os.fstat(found.channel).st_ino != found.inode:
             return
@@ -191,7 +168,9 @@ def attach(description: str) -> None:
         os.set_inheritable(descriptor, False)
     start.main_random_state = partial(_random_state_in, found.values)
     channel = open_channel(socket.socket(fileno=found.channel), found.heartbeat)
-    set_running_script(InheritedContext(found.ranks, found.variables, found.address, channel, found.values))
+    script_place.running = InheritedContext(
+        found.ranks, found.variables, found.address, channel, found.values
+    )
 
 
 def _random_state_in(values: int) -> Any:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from rankwise.environments.network import interface_toward
+from rankwise.environments.network import LOOPBACK_INTERFACE
 from rankwise.errors import (
     ConfigurationError,
     InvalidTypeError,
@@ -115,7 +115,7 @@ def init_process_group(
     if "gloo" in backend:
         check_interface()
     store = _open_environment_store(environment, ranks, init_timeout)
-    with gloo_on_interface(interface_toward("127.0.0.1") if ranks.is_one_node else None):
+    with gloo_on_interface(LOOPBACK_INTERFACE if ranks.is_one_node else None):
         join_process_group(
             store, ranks, backend, device, timeout=timeout, init_timeout=init_timeout, options=options
         )

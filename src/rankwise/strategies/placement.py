@@ -26,7 +26,12 @@ from rankwise.environments import (
     create_environment,
     detect_environment,
 )
-from rankwise.environments.network import interface_toward, listening_address, rendezvous_address
+from rankwise.environments.network import (
+    LOOPBACK_INTERFACE,
+    interface_toward,
+    listening_address,
+    rendezvous_address,
+)
 from rankwise.environments.slurm import warn_of_unused_tasks
 from rankwise.errors import (
     ConfigurationError,
@@ -263,7 +268,7 @@ def _store_address(environment: ClusterEnvironment, hosts: bool) -> str:
 def interface_of(ranks: RankInfo, address: tuple[str, int] | None) -> str | None:
     """Return the network interface for gloo: loopback on one node, else the one toward rank 0, if known."""
     if ranks.is_one_node:
-        return interface_toward(LOOPBACK)
+        return LOOPBACK_INTERFACE
     return None if address is None else interface_toward(address[0])
 
 

@@ -255,9 +255,10 @@ def save_checkpoint(
     With `weights_only`, write what an evaluation needs. After a failure on this rank it is not collective:
     the rank writes its own state, and the supervisor waits for it.
     """
-    with saving_in_hook_reported() if is_after_failure() else nullcontext():
+    is_alone = is_after_failure()
+    with saving_in_hook_reported() if is_alone else nullcontext():
         context.strategy.gradients.average_models()  # what rank 0 saves is the model of all ranks then
-        if context.stage.name == "fit":
+        if context.stage.name == "fit" and not is_alone:
             compare_ranks(context, "before a checkpoint")
         _save_checkpoint(context, path, weights_only)
 

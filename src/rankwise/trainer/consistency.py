@@ -8,7 +8,6 @@ from torch import Tensor
 
 from rankwise.errors import OF_GROUP, UNOWNED, ConfigurationError
 from rankwise.gradient_sync.parameters import parameters_of
-from rankwise.process_group.after_failure import is_after_failure
 from rankwise.strategies.agreement import check_same_values, values_of
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 def compare_ranks(
     context: LoopContext, when: str, *, are_models_averaged: bool = True, with_buffers: bool = False
 ) -> None:
-    """Compare the ranks as `check_ranks_every_n_steps` says; not after a failure on this rank. Collective.
+    """Compare the ranks as `check_ranks_every_n_steps` says. Collective.
 
     Args:
         context: that of a fit.
@@ -36,7 +35,7 @@ def compare_ranks(
     """
     interval, gradients = context.options.check_ranks_every_n_steps, context.strategy.gradients
     may_differ = gradients.averages_nothing or (gradients.period is not None and not are_models_averaged)
-    if interval == 0 or (interval is None and may_differ) or is_after_failure():
+    if interval == 0 or (interval is None and may_differ):
         return
     check_values(context, when, with_buffers=with_buffers, with_states=interval is not None)
     context.stage.compared_at = context.state.progress.total_batches

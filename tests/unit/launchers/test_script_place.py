@@ -6,9 +6,10 @@ from collections.abc import Iterator
 import pytest
 
 from rankwise.errors import LaunchRefusedError
+from rankwise.launchers import script_place
 from rankwise.launchers.context import WorkerContext
 from rankwise.launchers.script import ScriptLauncher
-from rankwise.launchers.script_place import can_rerun, running_script, script_place, set_running_script
+from rankwise.launchers.script_place import can_rerun
 from rankwise.launchers.worker_main import InheritedContext
 from rankwise.ranks import RankInfo
 from tests.unit.launchers.supervised import OPTIONS, Ends
@@ -21,9 +22,9 @@ LAUNCHER = ScriptLauncher((RankInfo(0, 0, 0, 2, 2, 1), RANKS), OPTIONS)
 def rerun(ends: Ends) -> Iterator[InheritedContext]:
     """Return the rank of a script that was run again, as which this process counts; it has run a job."""
     context = InheritedContext(RANKS, {"RANK": "1"}, None, ends.channel, -1, jobs=1)
-    set_running_script(context)
+    script_place.running = context
     yield context
-    set_running_script(None)
+    script_place.running = None
 
 
 def launch(launcher: ScriptLauncher, rendezvous: str = "private") -> None:
@@ -35,8 +36,8 @@ def launch(launcher: ScriptLauncher, rendezvous: str = "private") -> None:
 
 def test_a_process_that_runs_its_script_alone() -> None:
     """It has no place; whether its command can be run again depends on the command."""
-    assert running_script() is None
-    assert script_place() is None
+    assert script_place.running is None
+    assert script_place.script_place() is None
     assert not can_rerun()  # pytest's
     assert not LAUNCHER.has_other_ranks
     assert LAUNCHER.context_between_jobs() is None
@@ -44,8 +45,8 @@ def test_a_process_that_runs_its_script_alone() -> None:
 
 def test_a_process_of_a_script(rerun: InheritedContext) -> None:
     """It has its ranks, and comes to the next launch with the others."""
-    assert running_script() is rerun
-    assert script_place() == RANKS
+    assert script_place.running is rerun
+    assert script_place.script_place() == RANKS
     assert can_rerun()
     assert LAUNCHER.has_other_ranks
 

@@ -9,11 +9,10 @@ from contextlib import ExitStack
 import pytest
 
 from rankwise.errors import RendezvousTimeoutError
-from rankwise.launchers import worker_main
+from rankwise.launchers import script_place, worker_main
 from rankwise.launchers.channel import Kind, frame
-from rankwise.launchers.context import WorkerContext
-from rankwise.launchers.script_place import running_script
-from rankwise.launchers.worker_main import InheritedContext, JobSpec, attach, describe_context, run_worker
+from rankwise.launchers.context import WorkerContext, describe_context
+from rankwise.launchers.worker_main import InheritedContext, JobSpec, attach, run_worker
 from rankwise.processes.shared_memory import owned_descriptor, pack, unpack
 from rankwise.processes.signals import stopped_by
 from rankwise.ranks import RankInfo
@@ -190,6 +189,6 @@ def test_a_program_that_a_worker_has_started(ends: Ends, what: str) -> None:
     if what == "is another file":
         os.dup2(0, descriptor)
     attach(description)
-    assert running_script() is None
+    assert script_place.running is None
     if what == "is another file":
         os.close(descriptor)

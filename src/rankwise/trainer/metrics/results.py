@@ -237,7 +237,9 @@ class Results:
         if is_object:
             self._log_object(name + options.suffix, value, options, is_step_asked=on_step is True)
         else:
-            self._log_number(name + options.suffix, number_of(name, value), options, batch_size)
+            is_plain = isinstance(value, Tensor) and value.ndim == 0
+            number = value.detach().double() if is_plain else number_of(name, value)
+            self._log_number(name + options.suffix, number, options, batch_size)
 
     def _moments(self, metric: Any, on_step: bool | None, on_epoch: bool | None) -> tuple[bool, bool]:
         """Return whether a value is logged by step, and by epoch.
