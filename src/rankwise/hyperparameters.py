@@ -62,9 +62,9 @@ class _Record:
 
     Attributes:
         initial: a copy, made when they were saved.
-        collected: the names of those that were not named when they were saved.
-        container: the constructor's argument that has all of them, such as a namespace; None for none.
-        is_logged: whether loggers get them.
+        collected: the names of hyperparameters that were saved without being named.
+        container: the constructor's argument that has all hyperparameters, such as a namespace, or None.
+        is_logged: whether loggers get the hyperparameters.
     """
 
     values: AttributeDict = field(default_factory=AttributeDict)
@@ -112,9 +112,9 @@ class HyperparametersMixin:
         """Save arguments of the constructor in `hparams`; call it there.
 
         Several calls add to each other, so a subclass may call it as well as its base class. The arguments of
-        all constructors of this object that are running count, also those in `**kwargs`, with the values that
-        they have now; `*args` do not. Hyperparameters are saved in checkpoints, from which
-        `load_from_checkpoint` builds the object again.
+        all running constructors of this object count, including `**kwargs` but not `*args`, with their
+        current values. Hyperparameters are saved in checkpoints, from which `load_from_checkpoint` builds the
+        object again.
 
         Args:
             args: names of arguments; or one mapping or `argparse.Namespace`, whose items are saved. Without

@@ -158,7 +158,7 @@ def missing(internal: Internal) -> list[str]:
 
 
 def _is_used_by_methods(owner: Any, name: str) -> bool:
-    """Return whether a class's methods use an attribute, as those of instances are found."""
+    """Return whether a class's methods use an attribute: it shows attributes that only instances have."""
     methods = [each for each in vars(owner).values() if isinstance(each, FunctionType)]
     return any(name in method.__code__.co_names for method in methods)
 

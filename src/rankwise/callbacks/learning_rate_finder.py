@@ -79,7 +79,7 @@ class LearningRateCurve:
         Args:
             suggest: mark the suggestion.
             show: show the figure.
-            ax: matplotlib's axes to draw into; by default those of a new figure.
+            ax: matplotlib's axes to draw into; by default a new figure's.
 
         Raises:
             MissingExtraError: if matplotlib is not installed.
@@ -112,9 +112,10 @@ class LearningRateFinder(PreparingCallback):
     """Before `fit` begins a run, search its learning rate, and set it in the module.
 
     A copy of the module is trained with a learning rate that rises from step to step, in a fit of its own,
-    without callbacks, loggers and validation. The losses are those of all ranks, which get one suggestion.
-    Module, optimizers, random state and progress are afterwards as before; loaders and data modules are used,
-    and `prepare_data` and `setup` called, twice. A fit that continues keeps its learning rate.
+    without callbacks, loggers and validation. Losses are averaged over the ranks, so all ranks get the same
+    suggestion. Module, optimizers, random state and progress are restored afterwards. Loaders and data
+    modules are used twice, and so `prepare_data` and `setup` are called twice. A fit that continues keeps its
+    learning rate.
 
     Args:
         min_lr: the first learning rate.

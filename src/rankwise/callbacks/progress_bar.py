@@ -25,7 +25,7 @@ LINE_INTERVAL_S = 10.0
 class ProgressBar(Callback):
     """Base class: show progress and the metrics that were logged with `prog_bar=True`.
 
-    The bar of the last epoch stays on the screen, and so do those of other stages. A subclass overrides
+    The bar of the last epoch stays on the screen, as do the bars of other stages. A subclass overrides
     `make_bar`.
 
     Args:

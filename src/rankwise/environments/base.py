@@ -61,8 +61,8 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
             set is an error; otherwise an incomplete set means that it is another environment.
         requeue_signal: a signal that announces the job's time limit: training stops on all ranks after the
             same step, saves, and calls `requeue`; None if the scheduler sends none.
-        job_variables: variables whose values differ between jobs on one node; the main port is computed from
-            those that are set if no variable contains it.
+        job_variables: variables whose values differ between jobs on one node; if no variable contains the
+            main port, it is computed from the ones that are set.
         node_file: the variable with the path of a file that names the job's nodes, rank 0's first.
         remedy: what an error about the variables advises, if that is not to start the job with the launcher.
     """

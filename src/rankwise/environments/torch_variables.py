@@ -133,7 +133,8 @@ class NodesEnvironment(ClusterEnvironment):
     trainer's `devices`. The strategy starts the other processes of the node. Node 0 hosts the store, at
     `MASTER_ADDR` and `MASTER_PORT`.
 
-    The ranks are those of a job with one process on each node, as before the strategy starts the others.
+    The ranks are the ranks of a job with one process on each node: the strategy has not started the others
+    yet.
     """
 
     name = "nodes"

@@ -61,9 +61,10 @@ def readable(error: BaseException) -> BaseException:
 
 
 def make_printable(error: BaseException) -> None:
-    """Give an exception, and those that led to it, a text where the user's code fails or hangs at it.
+    """Replace the text of an exception, and of its causes, if the user's `__str__` fails or hangs.
 
-    Python would hang while it prints the exception at the end of a script. It becomes one of a subclass.
+    Otherwise Python would hang while it prints the exception at the end of a script. The exception gets a
+    subclass of its class.
     """
     for link in chain_of(error):
         if text_of(link) is NO_TEXT:

@@ -225,8 +225,8 @@ class GradientSync:
     ) -> list[Tensor]:
         """Return the parameters of module and optimizers, frozen or not, for `average`. Collective.
 
-        Ranks agree on those that are trained only where these are other ones than ever before: with several
-        optimizers, they change with each of them.
+        Ranks compare a set of trained parameters only when it occurs for the first time: with several
+        optimizers, the set changes with each of them.
         """
         tracked = self._of(module).tracked or self.track(module, group)
         elsewhere = partial(self._ids_elsewhere, module)

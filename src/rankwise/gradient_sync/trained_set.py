@@ -32,11 +32,11 @@ class TrainedSet:
     Attributes:
         all: the parameters, trained or not, in an order that is the same on every rank.
         trained: the module's parameters that require a gradient, and the optimizers' that are not in the
-            module; not those that DDP ignores.
-        inside: the ids of the module's parameters, also of those that DDP ignores.
+            module; without parameters that DDP ignores.
+        inside: the ids of the module's parameters, including parameters that DDP ignores.
         unowned: the module's parameters by name that no optimizer updates, once optimizers are known.
-        apart: the ids of those that were added to the module. Something else trains them, or nothing, so DDP
-            must not wait for their gradients.
+        apart: the ids of parameters that were added to the module. They may be trained by something else, or
+            not at all, so DDP must not wait for their gradients.
         trained_inside: the ids of the module's parameters in `trained`, except those in `apart`.
         buffers: the names of the buffers that DDP gives to all ranks.
     """
@@ -91,8 +91,8 @@ class TrainedSet:
     ) -> bool:
         """Read the parameters and the names of buffers again; return whether they have changed.
 
-        Parameters whose ids are in `elsewhere` belong to other modules. Those of optimizers that are not
-        given stay as they were read last.
+        Parameters whose ids are in `elsewhere` belong to other modules. For optimizers that are not given,
+        the parameters stay as they were read last.
         """
         names, before, flags_before = self._read
         named, apart_before, buffers_before = dict(zip(names, before, strict=True)), self.apart, self.buffers

@@ -33,7 +33,7 @@ _recorded: weakref.WeakKeyDictionary[DistributedDataParallel, list[str]] = weakr
 def record_reduced_names(wrapped: DistributedDataParallel, apart: Container[int] = ()) -> None:
     """Record the names of the parameters that DDP reduces from now on, also if some are frozen later.
 
-    It does not reduce those with an id in `apart`.
+    It does not reduce parameters with an id in `apart`.
     """
     _recorded.pop(wrapped, None)
     _recorded[wrapped] = reduced_names(wrapped, apart)

@@ -155,7 +155,7 @@ class WeightCarrier:
     def moved_to(self, module: nn.Module, apart: Container[int]) -> Iterator[None]:
         """Continue with a module whose trained parameters have changed; it is wrapped again in the block.
 
-        DDP does not average those with an id in `apart`.
+        DDP does not average parameters with an id in `apart`.
         """
         averaged = [parameter for parameter in trained_parameters(module) if id(parameter) not in apart]
         self._set_averaged(averaged or [self.total])
@@ -178,9 +178,9 @@ class WeightCarrier:
         return any(parameter is self.total for parameter in wrapped.module.parameters())
 
     def add(self, weight: float, *, is_first: bool) -> Tensor:
-        """Add a weight to the window's, which starts with the first; return the zero to add to its loss."""
+        """Add a weight to the window, which the first weight starts; return the zero to add to the loss."""
         total: Any = self.total.grad
-        weights = total.detach()  # a hook may have changed gradients of its bucket by those of parameters
+        weights = total.detach()  # a hook that multiplies gradients by parameters gives it a graph
         if is_first:
             weights.fill_(weight)
         else:

@@ -206,7 +206,7 @@ def _work(
 def _exit_fork() -> None:
     """End a forked process as multiprocessing does, without the exit hooks of threads.
 
-    Those hooks are the caller's, whose threads do not exist here. Pools are ended by `end_pools`.
+    Those hooks belong to the caller's threads, which do not exist here. `end_pools` ends pools.
     """
     end_pools()
     for thread in threading.enumerate():

@@ -1,4 +1,4 @@
-"""Names of `lightning.pytorch.callbacks`: those of `rankwise.callbacks`."""
+"""Names of `lightning.pytorch.callbacks`, all in `rankwise.callbacks`."""
 
 from rankwise.callbacks import *  # noqa: F403  all of its names
 from rankwise.callbacks import __all__  # noqa: F401  exported

@@ -1,4 +1,4 @@
-"""Names of `lightning.pytorch.loggers` and `lightning.fabric.loggers`: those of `rankwise.loggers`."""
+"""Names of `lightning.pytorch.loggers` and `lightning.fabric.loggers`, all in `rankwise.loggers`."""
 
 from rankwise.lightning._modules import complete_module
 from rankwise.loggers import *  # noqa: F403  all of its names

@@ -1,4 +1,4 @@
-"""Names of `lightning.pytorch.plugins` and `lightning.fabric.plugins`, those of their folders included."""
+"""Names of `lightning.pytorch.plugins` and `lightning.fabric.plugins`, with their subfolders."""
 
 from rankwise.checkpoint import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 from rankwise.environments import (

@@ -41,7 +41,7 @@ class _Reporter:
     def _report_stragglers(
         self, statuses: Mapping[int, tuple[Heartbeat, str]], supervised: Mapping[int, Heartbeat]
     ) -> None:
-        """Report stragglers, but not those for which `supervised` ranks wait: their supervisor does that.
+        """Report stragglers; their supervisor reports the ones that `supervised` ranks wait for.
 
         `statuses` are heartbeats and status lines by global rank.
         """

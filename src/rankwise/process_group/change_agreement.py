@@ -1,9 +1,10 @@
 """Agree that all ranks have changed something before the same step, without a collective.
 
 A rank that has changed something must not run a collective with ranks that have not: collectives of different
-sizes abort a process, and those of the same size mix up. So before its next step it sends a message to all
-ranks, and each answers with its facts: the monitor's thread if the main thread is in that step already, else
-the main thread when it gets there. Without a change, a step adds to a number and reads one flag.
+sizes abort a process, and collectives of the same size mix different data. So before its next step it sends a
+message to all ranks, and each answers with its facts: the monitor's thread if the main thread is already in
+that step, else the main thread when it gets there. Without a change, a step adds to a number and reads a
+flag.
 """
 
 from __future__ import annotations

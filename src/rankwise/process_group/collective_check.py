@@ -29,7 +29,7 @@ _CALLS_TIMEOUT = timedelta(seconds=10)  # until all ranks of a mismatch have pub
 
 @final
 class _Slot(NamedTuple):
-    """The position of a collective: its `number` among those of a group, and the group's global ranks."""
+    """The position of a collective: its `number` in the sequence of a group, and the group's global ranks."""
 
     group: str
     ranks: tuple[int, ...]

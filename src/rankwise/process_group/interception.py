@@ -110,7 +110,7 @@ def intercepted(observer: Observer) -> Iterator[None]:
 def own_calls_intercepted(observer: Observer, *, also_ours: bool = False) -> Iterator[None]:
     """Call `observer` before each collective that the user's code runs in this thread; see `intercepted`.
 
-    `also_ours` for those, too, that rankwise calls.
+    With `also_ours`, also before each collective that rankwise runs.
     """
     thread = threading.get_ident()
 

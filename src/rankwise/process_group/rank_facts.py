@@ -113,14 +113,15 @@ def _odd_numbers(device: torch.device) -> Tensor:
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the digest of each tensor by name; without those that have no dense values."""
+    """Return the digest of each tensor by name; without tensors that have no dense values."""
     return {name: digest_of(tensor) for name, tensor in tensors.items() if has_values(tensor)}
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Return whether a tensor has dense values, so that there is a digest of it.
+    """Return whether a tensor has dense values, so that it can have a digest.
 
-    A class that dispatches operations itself, such as one of quantized weights, may not support those.
+    A class that dispatches operations itself, such as quantized weights, may not support the digest's
+    operations.
     """
     is_plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
     return is_plain and not is_lazy(tensor) and tensor.layout is torch.strided and not tensor.is_meta

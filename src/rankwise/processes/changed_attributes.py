@@ -35,7 +35,7 @@ _STAY_THERE = (Dataset, DataLoader, Sampler, Optimizer, LRScheduler, RemovableHa
 
 @final
 class AttributesBefore:
-    """The plain attributes of an object before a stage, by which those that it changes are found.
+    """The plain attributes of an object before a stage, to find the ones that the stage changes.
 
     `named` are the objects that are sent by name.
     """
@@ -92,8 +92,8 @@ class _Leaves:
 def changed_attributes(owner: object, before: AttributesBefore) -> tuple[dict[str, Any], list[str]]:
     """Return an object's plain attributes that have changed, and the names of those that cannot be sent.
 
-    Neither has data, optimizers, schedulers and handles of hooks, nor what `__getstate__` leaves out. Of a
-    dictionary in which some items cannot be sent, the others are.
+    Data, optimizers, schedulers, handles of hooks, and what `__getstate__` leaves out are in neither. If some
+    items of a dictionary cannot be sent, the others are.
     """
     state = _state_of(owner)
     changed: dict[str, Any] = {}
@@ -141,14 +141,14 @@ def _parts(value: Any) -> dict[Any, Any] | None:
 
 @final
 class _SomeItems:
-    """The keys of a dictionary, or the fields of a dataclass, and those of its items that could be sent."""
+    """The keys of a dictionary, or the fields of a dataclass, and the items that could be sent."""
 
     def __init__(self, keys: list[Any], items: dict[Any, Any]) -> None:
         self._keys = keys
         self._items = items
 
     def given_to(self, current: Any) -> Any:
-        """Return `current`, or a new dictionary, with these items; it keeps those that were not sent."""
+        """Return `current`, or a new dictionary, with these items; items that were not sent stay."""
         parts = _parts(current)
         if parts is None:
             parts = current = {}

@@ -39,7 +39,7 @@ class ModuleBefore:
 
     Attributes:
         parts: its `named_parts`.
-        attributes: those of its submodules, by the submodule's id.
+        attributes: the attributes of its submodules, by the submodule's id.
     """
 
     def __init__(self, module: nn.Module, named: Mapping[str, object]) -> None:
@@ -119,7 +119,7 @@ class NotReturned:
 
 @final
 class ObjectState:
-    """The attributes of an object that a stage has changed; `before` are those when it started.
+    """The attributes of an object that a stage has changed; `before` are the attributes at its start.
 
     Attributes:
         lost: the names of attributes that may have changed, but cannot be sent.
@@ -131,7 +131,7 @@ class ObjectState:
         self._removed = [name for name in before.values if name not in vars(owner)]
 
     def give_to(self, owner: object, *, removes: bool = True) -> None:
-        """Give an object these attributes; with `removes`, take away those that the stage has removed."""
+        """Give an object these attributes; with `removes`, delete the ones that the stage has deleted."""
         attributes = vars(owner)
         for name in self._removed if removes else ():
             attributes.pop(name, None)

@@ -45,7 +45,7 @@ Request = Callable[[bytes, float], bytes]
 
 @dataclass
 class _Waiting:
-    """A request that waits until all its keys are set; those before the last one of `missing` were."""
+    """A request that waits until all its keys are set; only keys up to the last one of `missing` are not."""
 
     operation: bytes
     keys: list[bytes]

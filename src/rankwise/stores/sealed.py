@@ -43,7 +43,7 @@ def job_key_of_environment() -> bytes:
 
 
 class NamedPrefixStore(dist.PrefixStore):
-    """Torch's prefix store, which also tells its prefix, after those of named prefix stores below it."""
+    """Torch's prefix store with its prefix in `scope`, after the prefixes of such stores below it."""
 
     def __init__(self, prefix: str, store: dist.Store) -> None:
         super().__init__(prefix, store)

@@ -195,9 +195,9 @@ def local_devices(
 
 
 def place_on_node(environment: ClusterEnvironment, local_world_size: int, num_nodes: int | None) -> RankInfo:
-    """Return this process's ranks where the strategy starts the processes: those of this node's first rank.
+    """Return this process's ranks if the strategy starts the processes: as the first process of its node.
 
-    A process that runs its script again has the ranks with which it was started.
+    A process that was started to run the script again has the ranks that it was started with.
     """
     running = script_place()
     if running is not None and running.local_world_size == local_world_size:

@@ -86,7 +86,7 @@ class CheckpointFiles:
 
     @property
     def stop_folder(self) -> Path:
-        """Where a fit that a signal stops writes its checkpoint; `ckpt_path="last"` finds it there."""
+        """The folder of the checkpoint that a signal makes a fit write; `ckpt_path="last"` looks there."""
         folder = self._saving[0].chosen_dirpath if self._saving else None
         return Path(folder or self._default_root_dir)
 
@@ -129,7 +129,7 @@ class CheckpointFiles:
     def best_of_fit(self, stage: str) -> str | None:
         """Return the best checkpoint of the last fit, for a stage without a model; None if there is none.
 
-        Say on rank 0 which weights these are; with a warning, if a metric has chosen them.
+        Rank 0 reports which weights these are, with a warning if a metric has chosen them.
         """
         saved = [saving for saving in self._saving if saving.best_model_path]
         judged = [saving for saving in saved if saving.monitor is not None]
@@ -337,7 +337,7 @@ def _training_part(context: LoopContext) -> dict[str, Any]:
 
 
 def note_trained(context: LoopContext, checkpoint: dict[str, Any] | None) -> None:
-    """Note which parameters are trained as a run begins; change those that the saved run has changed."""
+    """Record which parameters are trained as a run begins; change `requires_grad` as the saved run has."""
     state, named = context.state, dict(context.module.named_parameters())
     if checkpoint is not None or state.first_trained is None:
         state.first_trained = [name for name, parameter in named.items() if parameter.requires_grad]
@@ -420,7 +420,7 @@ def restore_module(context: LoopContext, checkpoint: dict[str, Any]) -> None:
 def restore_training(context: LoopContext, checkpoint: dict[str, Any]) -> RankState | None:
     """Restore all but this rank's part, which is returned and restored last; the optimizers must exist.
 
-    A checkpoint of Lightning's has no such part.
+    A checkpoint that Lightning has written has no such part.
     """
     path = context.state.ckpt_path or ""
     if is_lightning_checkpoint(checkpoint):
@@ -479,16 +479,16 @@ def _restore_from_lightning(context: LoopContext, saved: LightningState) -> None
             raise CheckpointError(path=saved.path, problem=f"does not fit the optimizers: {error}") from None
     if saved.left_out and context.strategy.is_global_zero:
         warnings.warn(
-            f"{saved.path} is a checkpoint of Lightning's. Weights, optimizers, schedulers and counters are "
+            f"{saved.path} is a Lightning checkpoint. Weights, optimizers, schedulers and counters are "
             f"restored, but not {', and not '.join(saved.left_out)}.",
             stacklevel=2,
         )
 
 
 def _restore_callbacks(context: LoopContext, states: dict[str, Any], path: str) -> None:
-    """Load the callbacks' states; in a fit, warn on rank 0 of those that no callback takes.
+    """Load the callbacks' states; in a fit, warn on rank 0 of states that no callback takes.
 
-    An evaluation does not change those that count the run, which a later fit continues.
+    An evaluation does not load the states of callbacks that count the run: a later fit continues them.
     """
     is_fit = context.stage.name == "fit"
     for callback in context.callbacks:

@@ -270,7 +270,7 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
             on_step: whether each step's value is logged; by default only in training batches, and of a metric
                 object that was called with the batch. With `sync_dist` each training step has one more
                 collective; if an epoch's first step logs no such value, later ones wait for a step that
-                loggers get. Those of an evaluation go to loggers at its end.
+                loggers get. Loggers get the values of an evaluation's steps at its end.
             on_epoch: whether the values are reduced over the epoch; by default in evaluation, and if
                 `on_step` is false.
             reduce_fx: `"mean"` (weighted by batch size), `"sum"`, `"min"` or `"max"`, or torch's function.
@@ -290,8 +290,9 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
             InvalidTypeError, UnknownNameError: when it is not one number, or for another `reduce_fx`.
             ConfigurationError: for options that contradict each other or another call with this name, or that
                 a metric object does not have; in a mean without `batch_size`, if the number of samples is not
-                known (for loaders without automatic batches, and those that are no `DataLoader` or change its
-                batches).
+                known (for loaders without automatic batches, and loaders that are not a `DataLoader` or
+                change
+                    its batches).
             LifecycleError: outside of the loops of a trainer, in prediction, and after the epoch's end.
         """
         check_choice("enable_graph", enable_graph, (False,))
@@ -342,8 +343,8 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizer, or the list of them if there is not exactly one.
 
-        In manual optimisation their `step` and `zero_grad` use the trainer's precision; those of torch's
-        own optimizers, which are returned with `use_pl_optimizer=False`, do not.
+        In manual optimisation their `step` and `zero_grad` use the trainer's precision. With
+        `use_pl_optimizer=False` torch's own optimizers are returned, which do not.
         """
         running = self.trainer.running_manual_optimization if use_pl_optimizer else None
         return _one_or_all(self.trainer.optimizers if running is None else running.optimizers)

@@ -69,7 +69,7 @@ def load_from_checkpoint(
 ) -> M:
     """Build a module from a checkpoint of this library, or from Lightning's, and load its weights.
 
-    The constructor gets those of the checkpoint's hyperparameters that it takes; `configure_model` runs next.
+    The constructor gets the checkpoint's hyperparameters that it accepts; `configure_model` runs next.
 
     Args:
         kind: the class on which this is called.
@@ -169,7 +169,7 @@ def _where_saved(storage: torch.UntypedStorage, location: str) -> torch.UntypedS
 def _arguments(
     kind: Any, saved: Mapping[str, Any], container: str | None, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the constructor's arguments: those that were saved, or one that contains them, and the given."""
+    """Return the constructor's arguments: the saved ones, or one that contains them, and the given ones."""
     _, *parameters = inspect.signature(kind.__init__).parameters.values()
     names = [each.name for each in parameters if each.kind not in _VARIABLE]
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)

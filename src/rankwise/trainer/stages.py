@@ -349,7 +349,7 @@ class Stage:
         validates, load_validation = self._validates(context), partial(self._validation, context)
         is_new_epoch = not context.state.progress.is_within_epoch
         is_checked = validates and is_new_epoch and bool(context.options.num_sanity_val_steps)
-        # As in Lightning, loaders are made in this order, and those that no epoch needs yet, later.
+        # As in Lightning, loaders are made in this order, and loaders that no epoch needs yet are made later.
         validation = run_sanity_check(context, load_validation) if is_checked else None
         data = train_data()
         is_due = validates and context.has_validation_in_epoch
@@ -431,8 +431,8 @@ class Stage:
     def _given(self, context: LoopContext, phase: str) -> Any:
         """Return the loaders of a phase as the user has given them.
 
-        Those that a fit asks for again are made with random numbers of their epoch; so are they by a run that
-        resumes there.
+        Loaders that a fit reloads are made with random numbers of their epoch, also in a run that resumes
+        there.
         """
         given, owner = self.loaders[phase], self._source(context.module)
         epoch, every = context.state.progress.current_epoch, context.options.reload_dataloaders_every_n_epochs

@@ -484,8 +484,8 @@ class Trainer(TrainerProperties):
     def trial(self, model: TrainingModule, callback: Callback, **options: Any) -> Trainer:
         """Return a trainer for a fit of `model` that leaves this one as it is, on the same strategy.
 
-        It logs nothing, and has one callback, not those that the model configures. `options` replace this
-        trainer's.
+        It logs nothing and has only this callback, without the callbacks that the model configures. `options`
+        replace this trainer's.
         """
         other = copy.copy(self)
         other.strategy, other.options = self.strategy, copy.copy(self.options)

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 class DeviceStatsMonitor(LoggingCallback):
     """Log statistics of global rank 0's device before and after a training batch, every `log_every_n_steps`.
 
-    Names are `DeviceStatsMonitor.on_train_batch_start/<statistic>` and `.on_train_batch_end/...`: of CUDA
-    those of `torch.cuda.memory_stats`; of the CPU, in percent, `cpu_percent`, `cpu_vm_percent` (memory) and
-    `cpu_swap_percent`.
+    Names are `DeviceStatsMonitor.on_train_batch_start/<statistic>` and `.on_train_batch_end/...`. Statistics
+    of CUDA have the names of `torch.cuda.memory_stats`. Statistics of the CPU are `cpu_percent`,
+    `cpu_vm_percent` (memory) and `cpu_swap_percent`, in percent.
 
     Args:
-        cpu_stats: whether to log those of the CPU; by default only where training runs on it.
+        cpu_stats: whether to log statistics of the CPU; by default only if training runs on it.
 
     Raises:
         ConfigurationError: in `fit`, for a Trainer without loggers.

@@ -26,8 +26,8 @@ class LearningRateMonitor(LoggingCallback):
     `lr-Adam/pg2`, or `lr-Adam/<name>` for a group with a key `"name"`. The `"name"` of a scheduler, in
     `configure_optimizers`, replaces `lr-<optimizer>`. `-momentum` and `-weight_decay` follow these names.
 
-    A step's values are those with which it begins, under the number of steps before it; they are logged when
-    the other metrics of the step are (`log_every_n_steps`).
+    Each step logs the values that it uses, under the number of steps before it, together with the other
+    metrics of the step (`log_every_n_steps`).
 
     Args:
         logging_interval: `"step"` or `"epoch"`; None logs an optimizer when its scheduler steps, and at both
@@ -36,7 +36,7 @@ class LearningRateMonitor(LoggingCallback):
         log_weight_decay: log the weight decay too.
 
     Attributes:
-        lrs: all values that were logged, by name; of a run that continues those since then.
+        lrs: all values that were logged, by name; in a run that continues, since it continued.
         last_momentum_values: the last momentum of each group.
         last_weight_decay_values: the last weight decay of each group.
 

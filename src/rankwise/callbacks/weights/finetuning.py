@@ -130,7 +130,7 @@ class BaseFinetuning(Callback):
         initial_denom_lr: float = 10.0,
         train_bn: bool = True,
     ) -> None:
-        """Unfreeze modules, and add those of their parameters that the optimizer does not have as a group.
+        """Unfreeze modules, and add a group with their parameters that the optimizer does not have yet.
 
         Args:
             modules: a module, or several.

@@ -26,9 +26,8 @@ class WeightAveraging(Callback):
     """Average the weights over optimizer steps; validations and checkpoints have the average.
 
     `torch.optim.swa_utils.AveragedModel` computes it: the equal average by default. After `fit` the module
-    has the average weights. A checkpoint has them in `state_dict`, and those that are trained in
-    `current_model_state`, from which a run continues. Every rank averages the same weights; buffers are those
-    of rank 0.
+    has the average weights. A checkpoint has the average in `state_dict`, and the trained weights, from which
+    a run continues, in `current_model_state`. Every rank averages the same weights; buffers are rank 0's.
 
     Args:
         device: where the average is; by default where the module is.

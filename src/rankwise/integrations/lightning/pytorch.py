@@ -31,8 +31,8 @@ class TrainerLauncher(RankwiseLauncher):
         """Run a stage; in worker processes, bring the training state back.
 
         Returns:
-            What the stage returns: of this process's rank, or of rank 0. Predictions of worker processes are
-            those of all ranks of this node, one rank after another.
+            The result of the stage, of this process's rank or of rank 0. Predictions of worker processes are
+            the predictions of all ranks of this node, one rank after another.
         """
         strategy = self._strategy
         if not _has_lightnings_requeueing(trainer, strategy):

@@ -73,7 +73,7 @@ def prepares_data(owner: DataHooks, local_rank: int, node_rank: int) -> bool:
 
 
 def own_methods(owner: object, base: type, methods: Iterable[str]) -> list[str]:
-    """Return those names of methods for which an object has one of its own in place of `base`'s."""
+    """Return the names of the methods of `base` that an object overrides."""
     own = []
     for method in methods:
         found = getattr(owner, method)

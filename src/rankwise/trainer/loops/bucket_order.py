@@ -1,8 +1,8 @@
 """The order in which a backward pass reaches the parameters, recorded once and replayed when a run resumes.
 
-`DistributedDataParallel` reduces the first step's gradients in buckets of its own guess, and those of later
-steps in buckets made after the recorded order. Floating-point sums over three or more ranks depend on the
-buckets in the last bit, so a resumed run must use the later buckets from its first step.
+`DistributedDataParallel` guesses the buckets of the first step, and makes the buckets of later steps by the
+recorded order. The last bit of floating-point sums over three or more ranks depends on the buckets, so a
+resumed run must use the later buckets from its first step on.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ class FitLoop:
         return True
 
     def _compare_ranks(self, steps_before: int) -> None:
-        """Compare the ranks' values as asked for, and now and then those of parameters in no optimizer."""
+        """Compare the ranks' values at the set interval, and sometimes parameters without an optimizer."""
         interval, step = self._settings.check_ranks_every_n_steps, self._progress.global_step
         if interval and step // interval > steps_before // interval:
             compare_ranks(self._context, f"after step {step}")

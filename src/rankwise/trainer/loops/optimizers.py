@@ -230,10 +230,10 @@ class OptimizerSet:
         return self
 
     def create(self, module: TrainingModule, strategy: Strategy) -> None:
-        """Create the module's optimizers and schedulers, or keep those of the fit that continues.
+        """Create the module's optimizers and schedulers, or keep the ones of the fit that continues.
 
-        Their state is what the last fit left, on the device where the parameters are now. Collective if they
-        are sharded: rank 0 has the state of those.
+        Their state is the state after the last fit, on the parameters' current device. Collective if they are
+        sharded: rank 0 has that state.
         """
         states = self._pending or self.states()
         self._module, self._precision = module, strategy.precision

@@ -35,7 +35,7 @@ def restore_groups(
 ) -> bool:
     """Give an optimizer the groups that were saved, if they have more parameters; return whether they do.
 
-    Parameters that are not in the module get their values. Other groups than those are left as they are.
+    Parameters that are not in the module get their values. Other groups do not change.
 
     Raises:
         ConfigurationError: for a parameter that is not in the module, and was added after the creation of the

@@ -90,7 +90,7 @@ class Options(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One rank's part of a value: a sum and its weight, or an extreme value; `steps` are those of batches."""
+    """One rank's part of a value: a sum and its weight, or an extreme value; `steps` are by batch."""
 
     total: float
     weight: float

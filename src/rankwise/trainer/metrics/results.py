@@ -62,7 +62,7 @@ class Reported(NamedTuple):
 
 
 class StepOfEvaluation(NamedTuple):
-    """What one batch of an evaluation has logged by step: `batch_idx` counts the batches of its loader."""
+    """The values that one batch of an evaluation has logged; `batch_idx` counts the batches of its loader."""
 
     dataloader_idx: int
     batch_idx: int
@@ -127,11 +127,11 @@ class _Metric:
 class Results:
     """The metrics of one epoch of training, or of one evaluation, of a module.
 
-    In evaluation, values are reduced over ranks by default, and those of each batch come at the end.
+    In evaluation, values are reduced over ranks by default, and each batch's values are reduced at the end.
 
     Attributes:
         is_open: whether values can still be logged.
-        object_states: those of the metric objects before the reset, for a fit that continues the epoch.
+        object_states: the metric objects' states before the reset, for a fit that continues the epoch.
         steps: what was logged by step in an evaluation, once `epoch_values` has reduced it.
     """
 
@@ -327,7 +327,7 @@ class Results:
         self._objects[name] = _LoggedObject(metric, options)
 
     def _check_names(self, name: str, options: Options) -> None:
-        """Raise ConfigurationError if a name is logged in two ways, of which only one would be shown."""
+        """Raise ConfigurationError if a name is logged in two ways: only one would be shown."""
         logged: Mapping[str, _Metric | _LoggedObject] = {**self._metrics, **self._objects}
         for other, found in logged.items():
             if options.names(name) & found.options.names(other):
@@ -426,7 +426,7 @@ class Results:
         return self._reduced(by_name)
 
     def _reduced(self, by_name: Mapping[str, Mapping[int, Part]]) -> dict[str, Tensor]:
-        """Return what this rank gets of the parts of all ranks: those of its own group, if there is one."""
+        """Return this rank's values from the parts of all ranks, or of its own group if there is one."""
         values = {}
         for name, found in by_name.items():
             own = self._metrics[name].options if name in self._metrics else None
@@ -531,7 +531,7 @@ class Results:
         ]
 
     def _computed(self, strategy: Strategy, objects: Metrics, by_rank: list[States]) -> dict[str, Tensor]:
-        """Return the values of all metric objects, on every rank those of the first that logged them."""
+        """Return the values of all metric objects; each value is from the first rank that logged it."""
         with merged_states(objects, by_rank):
             own = {
                 name: number_of(name, logged.metric.compute())
