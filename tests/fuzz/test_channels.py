@@ -15,7 +15,7 @@ from rankwise.launchers.channel import FrameReader, Kind, RankChannel, frame
 from rankwise.launchers.supervisor import SupervisionOptions, Supervisor
 from rankwise.monitoring.heartbeat import Heartbeat, HeartbeatReader
 from rankwise.processes.exit_codes import exit_code_of
-from rankwise.processes.shared_memory import create_memory_file
+from rankwise.processes.memory_file import create_memory_file
 from rankwise.ranks import RankInfo
 from rankwise.stores.private import PrivateStore, StoreTable, pack_fields
 from tests.fuzz.inputs import Fuzzing, damaged, damaged_json

@@ -20,7 +20,7 @@ from rankwise.monitoring.rank_monitor import ChannelMonitor, report_key
 from rankwise.monitoring.stragglers import LocalStragglerMonitor, StragglerMonitor, TeardownTimeout
 from rankwise.process_group.rank_zero import _DONE, _wait_for_outcome
 from rankwise.processes.exit_codes import exit_code_of
-from rankwise.processes.shared_memory import Descriptor, create_memory_file
+from rankwise.processes.memory_file import Descriptor, create_memory_file
 from rankwise.ranks import RankInfo
 from rankwise.stores.rendezvous import RankIdentity, RemoteFailure, run_rendezvous
 from rankwise.stores.restart import agree_on_restart

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rankwise.monitoring.heartbeat import HeartbeatReader, MonitoredRank
-from rankwise.processes.shared_memory import create_memory_file
+from rankwise.processes.memory_file import create_memory_file
 from rankwise.ranks import RankInfo
 from tests.helpers import leak_checks
 

@@ -25,8 +25,8 @@ from rankwise.launchers.preconditions import shortages_named
 from rankwise.launchers.worker_main import JobSpec, bind_to_main_process, run_worker
 from rankwise.processes.command_line import count_launch
 from rankwise.processes.exit_codes import write_stderr
+from rankwise.processes.memory_file import Descriptor, owned_descriptor, pack
 from rankwise.processes.parent_death import ParentDeathPipe, end_with_writer
-from rankwise.processes.shared_memory import Descriptor, owned_descriptor, pack
 from rankwise.processes.signals import INTERRUPT_NOTICE, ROUTER, SignalRequest, exit_statuses_kept, stopped_by
 from rankwise.ranks import RankInfo
 from rankwise.stores.restart import RestartInfo, note_restart

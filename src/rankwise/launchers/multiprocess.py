@@ -40,7 +40,8 @@ from rankwise.monitoring.heartbeat import LEAVING, report_phase
 from rankwise.processes.command_line import count_launch
 from rankwise.processes.exit_codes import end_pools, exit_now
 from rankwise.processes.fork_safety import import_dynamo, objects_frozen, pause_openmp, release_memory
-from rankwise.processes.shared_memory import Descriptor, owned_descriptor, pack, pack_or_explain, unpack
+from rankwise.processes.memory_file import Descriptor, owned_descriptor, pack, unpack
+from rankwise.processes.pickling_errors import pack_or_explain
 from rankwise.processes.signals import StoppedBySignal
 from rankwise.processes.started_process import MultiprocessingProcess
 from rankwise.ranks import RankInfo

@@ -34,7 +34,7 @@ from rankwise.monitoring.heartbeat import HeartbeatReader, heartbeat_written_to
 from rankwise.processes import parent_death
 from rankwise.processes.command_line import count_launch, rerun_command
 from rankwise.processes.exit_codes import exit_code_of, exit_now, report_at_exit
-from rankwise.processes.shared_memory import owned_descriptor, pack, unpack
+from rankwise.processes.memory_file import owned_descriptor, pack, unpack
 from rankwise.processes.signals import StoppedBySignal
 from rankwise.processes.started_process import PopenProcess
 from rankwise.ranks import RankInfo

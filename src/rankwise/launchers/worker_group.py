@@ -13,8 +13,8 @@ from rankwise.launchers.context import WorkerContext, torchrun_variables
 from rankwise.launchers.supervisor import SupervisionOptions, Supervisor
 from rankwise.monitoring.heartbeat import HeartbeatReader
 from rankwise.processes import fork_safety
+from rankwise.processes.memory_file import Descriptor, owned_descriptor
 from rankwise.processes.parent_death import ParentDeathPipe
-from rankwise.processes.shared_memory import Descriptor, owned_descriptor
 from rankwise.processes.signals import interrupts_blocked
 from rankwise.processes.started_process import StartedProcess
 from rankwise.ranks import RankInfo

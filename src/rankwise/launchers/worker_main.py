@@ -34,7 +34,7 @@ from rankwise.start import CONTEXT_VARIABLE
 from rankwise.stores.values import decoded
 
 if TYPE_CHECKING:
-    from rankwise.processes.shared_memory import Descriptor
+    from rankwise.processes.memory_file import Descriptor
 
 # How often to check, within its time limit, whether the main process is suspended.
 _CHECKS = 8
@@ -58,7 +58,7 @@ class JobSpec:
 
     def run(self, worker: WorkerContext) -> Any:
         """Run the function as the rank that `worker` describes."""
-        from rankwise.processes.shared_memory import Descriptor, unpack
+        from rankwise.processes.memory_file import Descriptor, unpack
 
         entry = self.entry
         return (unpack(entry.number, copy=False) if isinstance(entry, Descriptor) else entry)(worker)
@@ -130,7 +130,7 @@ class InheritedContext:
         worker = WorkerContext(self.ranks, self.variables, self.address, channel=self.channel, job=self.jobs)
 
         def finish(value: object) -> None:
-            from rankwise.processes.shared_memory import pack
+            from rankwise.processes.memory_file import pack
 
             try:
                 pack(value, self.values)
@@ -175,7 +175,7 @@ def attach(description: str) -> None:
 
 def _random_state_in(values: int) -> Any:
     """Return what the main process has packed before this process has: its random state at import."""
-    from rankwise.processes.shared_memory import unpack
+    from rankwise.processes.memory_file import unpack
 
     return pickle.loads(unpack(values, copy=True))
 

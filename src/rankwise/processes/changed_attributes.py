@@ -1,9 +1,8 @@
-"""The attributes of an object that a stage has changed: what of them goes back to the calling process."""
+"""`ObjectState`: the attributes of an object that a stage has changed, for the calling process."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from functools import partial
 from typing import Any, final
@@ -17,14 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.hooks import RemovableHandle
 
 from rankwise.nested import walked
-from rankwise.processes.shared_memory import (
-    Isolated,
-    Unreadable,
-    are_everywhere,
-    fingerprint,
-    modules_needed,
-    sent_by_name,
-)
+from rankwise.processes.memory_file import Parts, Unreadable, fingerprint, pickling_error, sent_by_name
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_trainer", "_compiled_call_impl"}
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -54,81 +46,83 @@ class AttributesBefore:
         """Return whether an attribute, or something in it, has changed since then."""
         if value is not self.values.get(name, _OF_TORCH):
             return True
-        return name in self._known and self._known[name] != _known(value)
+        return name in self._known and self._known[name][0] != _known(value)[0]
 
     def had(self, name: str, item: Any) -> bool:
         """Return whether an attribute that cannot be sent as a whole had an item at that time."""
-        known = self._known.get(name)
-        return isinstance(known, _Leaves) and known.has(item)
+        return name in self._known and any(each is item for each in self._known[name][1])
 
 
-def _known(value: Any) -> object:
-    """Return what changes with a value: a digest, or all that is in its containers."""
-    if _holds(value, _STAY_THERE):
-        return _Leaves(value)
-    return fingerprint(value) or _Leaves(value)
+def _known(value: Any) -> tuple[object, list[object]]:
+    """Return what changes with a value, and what is in its containers.
+
+    The first is a digest, or where there is none, the ids of the second.
+    """
+    digest = None if _holds_data(value) else fingerprint(value)
+    held = [] if digest else list(walked(value, _items))
+    return digest or list(map(id, held)), held
 
 
 @final
-class _Leaves:
-    """The objects in nested containers; equal to another with the same objects."""
+class ObjectState:
+    """The attributes of an object that a stage has changed; `before` are the attributes at its start.
 
-    def __init__(self, value: Any) -> None:
-        self._leaves = list(walked(value, _items))
-
-    def has(self, item: Any) -> bool:
-        return any(leaf is item for leaf in self._leaves)
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _Leaves)
-            and len(self._leaves) == len(other._leaves)
-            and all(map(operator.is_, self._leaves, other._leaves))
-        )
-
-    __hash__ = None  # type: ignore[assignment]  # not needed
-
-
-def changed_attributes(owner: object, before: AttributesBefore) -> tuple[dict[str, Any], list[str]]:
-    """Return an object's plain attributes that have changed, and the names of those that cannot be sent.
-
-    Data, optimizers, schedulers, handles of hooks, and what `__getstate__` leaves out are in neither. If some
-    items of a dictionary cannot be sent, the others are.
+    Data, optimizers, schedulers, handles of hooks, and what `__getstate__` leaves out stay in the worker.
+    If some items of a dictionary cannot be sent, the others are.
     """
-    state = _state_of(owner)
-    changed: dict[str, Any] = {}
-    lost: list[str] = []
-    for name, value in vars(owner).items():
-        is_kept = name in _OF_TORCH or state.get(name) is not value
-        if is_kept or not before.has_changed(name, value):
-            continue
-        sent, missing = _sendable(value, partial(before.had, name))
-        lost += [name + place for place in missing]
-        if sent is not _KEPT:
-            changed[name] = sent
-    return changed, lost
+
+    def __init__(self, owner: object, before: AttributesBefore) -> None:
+        state = _state_of(owner)
+        self._changed = Parts()
+        self._removed = [name for name in before.values if name not in vars(owner)]
+        for name, value in vars(owner).items():
+            is_kept = name in _OF_TORCH or state.get(name) is not value
+            if not is_kept and before.has_changed(name, value):
+                sent = _sendable(value, partial(before.had, name))
+                if sent is not _KEPT:
+                    self._changed[name] = sent
+
+    def give_to(self, owner: object, *, removes: bool = True) -> None:
+        """Give an object these attributes; with `removes`, delete the ones that the stage has deleted.
+
+        Raises:
+            Unreadable: at the end, for those that could not be packed or read, which stay as they are.
+        """
+        attributes = vars(owner)
+        for name in self._removed if removes else ():
+            attributes.pop(name, None)
+        for name, value in self._changed.items():
+            if not isinstance(value, Unreadable):
+                attributes[name] = updated(attributes.get(name), value)
+        if lost := [text for name, value in self._changed.items() for text in _unreadable(name, value)]:
+            raise Unreadable("; ".join(lost))
+
+
+def _unreadable(name: str, value: Any) -> Iterator[str]:
+    """Yield the name and the reason of each part of an attribute that could not be packed or read."""
+    if isinstance(value, Unreadable):
+        yield f"{name}: {value.reason}"
+    elif isinstance(value, _SomeItems):
+        for key, item in value.items.items():
+            yield from _unreadable(f"{name}[{key!r}]", item)
 
 
 _KEPT: Any = object()
 
 
-def _sendable(value: Any, is_old: Callable[[Any], bool]) -> tuple[Any, list[str]]:
-    """Return what is sent of a value, or `_KEPT`, and the places of new items that cannot be sent."""
+def _sendable(value: Any, is_old: Callable[[Any], bool]) -> Any:
+    """Return what is sent of a value: or `_KEPT`, or an `Unreadable` for what is new and cannot be sent."""
     if isinstance(value, _STAY_THERE):
-        return _KEPT, []
-    needed = None if _holds(value, _STAY_THERE) else modules_needed(value)
-    if needed is not None:
-        return (value if are_everywhere(needed) else Isolated(value)), []
+        return _KEPT
+    has_data = _holds_data(value)
+    error = None if has_data else pickling_error(value)
+    if not has_data and error is None:
+        return value
     parts = _parts(value)
     if parts is None:
-        is_lost = not (is_old(value) or _holds(value, _STAY_THERE))
-        return _KEPT, [""] if is_lost else []
-    sent, lost = {}, []
-    for key, item in parts.items():
-        sent[key], missing = _sendable(item, is_old)
-        lost += [f"[{key!r}]{place}" for place in missing]
-    items = {key: item for key, item in sent.items() if item is not _KEPT}
-    return _SomeItems([*parts], items), lost
+        return _KEPT if error is None or is_old(value) else Unreadable.because_of(error)
+    items = {key: _sendable(item, is_old) for key, item in parts.items()}
+    return _SomeItems([*parts], Parts({key: item for key, item in items.items() if item is not _KEPT}))
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
@@ -143,17 +137,17 @@ def _parts(value: Any) -> dict[Any, Any] | None:
 class _SomeItems:
     """The keys of a dictionary, or the fields of a dataclass, and the items that could be sent."""
 
-    def __init__(self, keys: list[Any], items: dict[Any, Any]) -> None:
+    def __init__(self, keys: list[Any], items: Parts) -> None:
         self._keys = keys
-        self._items = items
+        self.items = items
 
     def given_to(self, current: Any) -> Any:
         """Return `current`, or a new dictionary, with these items; items that were not sent stay."""
         parts = _parts(current)
         if parts is None:
             parts = current = {}
-        new = {key: updated(parts.get(key), item) for key, item in self._items.items()}
-        new = {key: item for key, item in new.items() if not isinstance(item, Unreadable)}
+        sent = {key: item for key, item in self.items.items() if not isinstance(item, Unreadable)}
+        new = {key: updated(parts.get(key), item) for key, item in sent.items()}
         merged = {key: new.get(key, parts.get(key)) for key in self._keys if key in new or key in parts}
         parts.clear()
         parts.update(merged)
@@ -171,9 +165,9 @@ def _state_of(owner: Any) -> dict[str, Any]:
     return state if isinstance(state, dict) else {}
 
 
-def _holds(value: Any, kinds: tuple[type, ...]) -> bool:
-    """Return whether a value, or an item of it, is of some kind."""
-    return any(isinstance(item, kinds) for item in walked(value, _items))
+def _holds_data(value: Any) -> bool:
+    """Return whether a value, or an item of it, stays in the worker."""
+    return any(isinstance(item, _STAY_THERE) for item in walked(value, _items))
 
 
 def _items(value: Any) -> Iterable[Any] | None:
@@ -193,13 +187,13 @@ def updated(current: Any, value: Any) -> Any:
         current.clear()
         current.update(value)
     elif type(value) is Tensor:
-        return with_contents(current, value)
+        return _with_contents(current, value)
     else:
         return value
     return current
 
 
-def with_contents(current: Tensor, value: Tensor) -> Tensor:
+def _with_contents(current: Tensor, value: Tensor) -> Tensor:
     """Return `current` with the contents of `value`, if it can be changed in place; otherwise `value`."""
     if (current.shape, current.dtype) != (value.shape, value.dtype):
         return value

@@ -5,28 +5,16 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor
 
-from rankwise.callbacks import Callback
 from rankwise.checkpoint.base import restored_from
 from rankwise.errors import CheckpointError
-from rankwise.loggers import Logger
-from rankwise.nested import map_tensors, to_device
+from rankwise.nested import to_device
 from rankwise.process_group.after_failure import is_after_failure
-from rankwise.processes.changed_attributes import AttributesBefore
-from rankwise.processes.module_state import (
-    ModuleBefore,
-    ModuleState,
-    NotReturned,
-    ObjectState,
-    named_parts,
-    warn_of_lost_attributes,
-)
-from rankwise.processes.shared_memory import Parts, Unreadable, send_by_name
+from rankwise.processes.returned_state import KnownToCaller, ReturnedState, StateBefore, captured
 from rankwise.seed import mixed_seed, seed_process, set_random_state
 from rankwise.trainer.metrics.metric_objects import (
     merged,
@@ -46,58 +34,43 @@ _METRICS = {  # keys in checkpoints, and attributes of `PublishedMetrics`
     "logged_metrics": "logged",
     "_progress_bar_metrics": "progress_bar",
 }
-_WITH_STATE = (Callback, Logger)
 
 
-@final
-@dataclass
-class CallerState:
-    """The state that the calling process gets after a stage in other processes; picklable, on the CPU.
-
-    Attributes:
-        module: the module's weights and other contents.
-        parts: the rest by name. Each can be missing alone, where it cannot be packed or read.
-    """
-
-    module: ModuleState
-    parts: Parts
-
-
-@final
-class KnownToCaller:
-    """A snapshot, at the start of a stage in a worker, of the objects that the caller also has.
-
-    Attributes:
-        named: the objects that are sent by name.
-        module: the module as it is then.
-        owners: the objects of `_owners`.
-        before: their attributes.
-    """
-
-    def __init__(self, context: LoopContext) -> None:
-        self.named = named_objects(context)
-        self.module = ModuleBefore(context.module, self.named)
-        self.owners = _owners(context)
-        self.before = {name: AttributesBefore(owner, self.named) for name, owner in self.owners.items()}
+def known_to_caller(context: LoopContext) -> KnownToCaller:
+    """Return the objects of a stage that the calling process has, too."""
+    datamodule, loggers = context.datamodule, enumerate(context.loggers)
+    data = {} if datamodule is None else {"datamodule": datamodule}
+    return KnownToCaller(
+        context.module,
+        {**data, "profiler": context.profiler, **_by_kind(context.callbacks)},
+        {
+            "trainer": context.hooks.trainer,
+            "strategy": context.strategy,
+            **{f"logger {number}": logger for number, logger in loggers},
+        },
+    )
 
 
-def _owners(context: LoopContext) -> dict[str, Any]:
-    """Return the objects whose attributes or states are sent back, by names that the caller also uses."""
-    others = [*context.callbacks, *context.loggers]
-    kinds = [type(each).__name__ for each in others]
-    names = [
-        kind if kinds.count(kind) == 1 else f"{kind} {kinds[:number].count(kind) + 1}"
+def _by_kind(objects: list[Any]) -> dict[str, Any]:
+    """Return objects by the names of their classes, with numbers where a class has several."""
+    kinds = [type(each).__name__ for each in objects]
+    return {
+        kind if kinds.count(kind) == 1 else f"{kind} {kinds[:number].count(kind) + 1}": objects[number]
         for number, kind in enumerate(kinds)
-    ]
-    found = {"profiler": context.profiler, **dict(zip(names, others, strict=True))}
-    return found if context.datamodule is None else {"datamodule": context.datamodule, **found}
+    }
 
 
-def capture(context: LoopContext, known: KnownToCaller) -> CallerState | None:
+def _with_states(context: LoopContext) -> dict[str, Any]:
+    """Return the callbacks and loggers by the names of what is sent of them."""
+    objects = _by_kind([*context.callbacks, *context.loggers])
+    return {f"state of {name}": each for name, each in objects.items()}
+
+
+def capture(context: LoopContext, before: StateBefore) -> ReturnedState | None:
     """Return the state on each node's first rank, for the calling process there; None on the others.
 
-    Moves the module to the CPU. What the calling process has is sent by name. Collective: every rank must
-    call this, as sharded optimizers gather their state.
+    Moves the module to the CPU. Collective: every rank must call this, as sharded optimizers gather their
+    state.
     """
     strategy, module = context.strategy, context.module
     module.cpu()
@@ -107,30 +80,16 @@ def capture(context: LoopContext, known: KnownToCaller) -> CallerState | None:
         optimizers = strategy.broadcast(optimizers)
     if strategy.local_rank != 0:
         return None
-    send_by_name(known.named)
-    state = ModuleState(module, known.module)
-    attributes = {
-        name: ObjectState(owner, known.before[name])
-        for name, owner in known.owners.items()
-        if not isinstance(owner, Logger)  # its state is enough
-    }
-    if strategy.is_global_zero:
-        warn_of_lost_attributes(state, attributes.items())
     is_manual_fit = context.stage.name == "fit" and not module.automatic_optimization
-    parts = {
-        "progress and metrics": _captured(lambda: context.state),
-        "optimizers": _captured(lambda: optimizers),
-        "precision": _captured(strategy.precision.state_dict),
-        "communication hooks": _captured(lambda: comm_hooks),
-        "gradients": _captured(lambda: context.optimizer_set.gradients(module) if is_manual_fit else None),
-        **{f"attributes of {name}": each for name, each in attributes.items()},
-        **{
-            f"state of {name}": _captured(owner.state_dict)
-            for name, owner in known.owners.items()
-            if isinstance(owner, _WITH_STATE)
-        },
+    parts: dict[str, Callable[[], Any]] = {
+        "progress and metrics": lambda: context.state,
+        **{name: each.state_dict for name, each in _with_states(context).items()},
+        "communication hooks": lambda: comm_hooks,
+        "optimizers": lambda: optimizers,
+        "precision": strategy.precision.state_dict,
+        "gradients": lambda: context.optimizer_set.gradients(module) if is_manual_fit else None,
     }
-    return CallerState(state, Parts(parts))
+    return ReturnedState(before, parts)
 
 
 def _optimizer_states(context: LoopContext) -> Any:
@@ -145,22 +104,10 @@ def _optimizer_states(context: LoopContext) -> Any:
         return None if states is None else (*states, bool(states[0] and context.optimizers))
 
     is_sharded = any(map(strategy.is_sharded, context.optimizers))
-    return found() if is_sharded else _captured(found)
+    return found() if is_sharded else captured(found)
 
 
-def _captured(state: Callable[[], Any]) -> Any:
-    """Return a state on the CPU; an `Unreadable` where it cannot be had: it is lost alone."""
-    try:
-        return _on_cpu(state())
-    except Exception as error:  # noqa: BLE001  the user's classes have their own states
-        return Unreadable.because_of(error)
-
-
-def _on_cpu(state: Any) -> Any:
-    return map_tensors(state, lambda tensor: tensor.detach().cpu())
-
-
-def restore(context: LoopContext, state: CallerState) -> None:
+def restore(context: LoopContext, state: ReturnedState) -> None:
     """Give the calling process's objects the worker's state; parameters keep their identity.
 
     A part that cannot be returned stays as it is, with a warning that names it.
@@ -168,26 +115,14 @@ def restore(context: LoopContext, state: CallerState) -> None:
     strategy = context.strategy
     give: dict[str, Callable[[Any], object]] = {
         "progress and metrics": partial(_restore_progress, context),
-        **{f"attributes of {name}": partial(_give_to, owner) for name, owner in _owners(context).items()},
-        **{
-            f"state of {name}": owner.load_state_dict
-            for name, owner in _owners(context).items()
-            if isinstance(owner, _WITH_STATE)
-        },
+        **{name: each.load_state_dict for name, each in _with_states(context).items()},
         "communication hooks": strategy.load_comm_hook_states,
         "optimizers": partial(_restore_optimizers, context),
         "precision": strategy.precision.load_state_dict,
         "gradients": partial(_restore_gradients, context),
     }
-    with NotReturned() as lost:
-        state.module.restore(context.module, lost)
-        for name in filter(state.parts.__contains__, give):
-            if not lost.unless(name, state.parts[name], give[name]) and name == "optimizers":
-                context.optimizer_set.forget()
-
-
-def _give_to(owner: object, attributes: ObjectState) -> None:
-    attributes.give_to(owner)
+    if "optimizers" in state.restore(known_to_caller(context), give):
+        context.optimizer_set.forget()
 
 
 def _restore_progress(context: LoopContext, state: TrainerState) -> None:
@@ -210,18 +145,6 @@ def _restore_gradients(context: LoopContext, gradients: dict[str, Tensor] | None
         is_whole = gradients.keys() <= dict(context.module.named_parameters()).keys()
         optimizer_set = context.optimizer_set if is_whole else context.optimizer_set.created
         optimizer_set.set_gradients(context.module, gradients)
-
-
-def named_objects(context: LoopContext) -> dict[str, object]:
-    """Return the `named_parts` of a module and what its attributes may refer to, by such names."""
-    return {
-        **named_parts(context.module),
-        "trainer": context.hooks.trainer,
-        **({} if context.datamodule is None else {"datamodule": context.datamodule}),
-        "strategy": context.strategy,
-        **{f"callback {number}": callback for number, callback in enumerate(context.callbacks)},
-        **{f"logger {number}": logger for number, logger in enumerate(context.loggers)},
-    }
 
 
 def gather_rank_states(context: LoopContext) -> list[dict[str, Any]]:

@@ -13,7 +13,8 @@ from rankwise.errors import InvalidArgumentError, LifecycleError
 from rankwise.loggers.base import NoLogger
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.plugins import agreed_placement, collect_plugins, collect_strategy
-from rankwise.processes.shared_memory import read_by_name
+from rankwise.processes.memory_file import read_by_name
+from rankwise.processes.returned_state import ReturnedState, StateBefore
 from rankwise.processes.signals import StoppedBySignal
 from rankwise.profilers import Profiler, create_profiler
 from rankwise.trainer import arguments
@@ -32,7 +33,7 @@ from rankwise.trainer.module import TrainingModule, no_module
 from rankwise.trainer.properties import TrainerProperties
 from rankwise.trainer.stages import Stage, own_classes
 from rankwise.trainer.state import LoopContext, StageName, StageState, TrainerState, TrainerStatus
-from rankwise.trainer.state_transfer import CallerState, KnownToCaller, capture, named_objects, restore
+from rankwise.trainer.state_transfer import capture, known_to_caller, restore
 
 if TYPE_CHECKING:
     from rankwise.loggers import Logger
@@ -439,7 +440,7 @@ class Trainer(TrainerProperties):
         self._restore(model, state, TrainerStatus.FINISHED)
         return value
 
-    def _restore(self, model: TrainingModule, state: CallerState | None, status: TrainerStatus) -> None:
+    def _restore(self, model: TrainingModule, state: ReturnedState | None, status: TrainerStatus) -> None:
         """Restore the state of a stage that has run in other processes, if there is one."""
         if state is not None:
             restore(self.context(model), state)
@@ -447,7 +448,7 @@ class Trainer(TrainerProperties):
 
     def _end_elsewhere(self, model: TrainingModule, error: BaseException) -> None:
         """Restore the state with which other processes have stopped; without one, call `on_exception`."""
-        returned: dict[int, tuple[Any, CallerState | None]] = self.strategy.results
+        returned: dict[int, tuple[Any, ReturnedState | None]] = self.strategy.results
         if returned:  # with the attributes of callbacks as the hook has left them there
             self._restore(model, returned[min(returned)][1], TrainerStatus.INTERRUPTED)
         else:
@@ -457,7 +458,7 @@ class Trainer(TrainerProperties):
             finally:
                 self._has_trained_elsewhere = False
 
-    def _run_stage(self, stage: Stage, model: TrainingModule) -> tuple[Any, CallerState | None]:
+    def _run_stage(self, stage: Stage, model: TrainingModule) -> tuple[Any, ReturnedState | None]:
         """Run a stage on every rank; return its value, and its state if that is in other processes."""
         self.strategy.results = {}
         if not self.strategy.launcher.has_other_ranks:  # which would wait, where this process fails alone
@@ -466,8 +467,8 @@ class Trainer(TrainerProperties):
             self.datamodule = stage.datamodule
         self._set_module(model, stage.name)
         brings_state_back = not self.strategy.runs_in_caller
-        with read_by_name(named_objects(self.context(model)) if brings_state_back else {}):
-            returned: tuple[Any, CallerState | None] = self.strategy.launch(
+        with read_by_name(known_to_caller(self.context(model)).named if brings_state_back else {}):
+            returned: tuple[Any, ReturnedState | None] = self.strategy.launch(
                 _run_on_rank, model=model, trainer=self, stage=stage, brings_state_back=brings_state_back
             )
         return returned
@@ -583,17 +584,17 @@ def _run_on_rank(
     trainer: Trainer,
     stage: Stage,
     brings_state_back: bool,
-) -> tuple[Any, CallerState | None]:
+) -> tuple[Any, ReturnedState | None]:
     """Run a stage on this rank; return its value, and the state for this node's caller. Collective."""
     context = trainer.enter_stage(strategy, model, stage.name)
-    known = KnownToCaller(context) if brings_state_back else None
+    before = StateBefore(known_to_caller(context)) if brings_state_back else None
     try:
         value = stage.run(context)
     except StoppedBySignal as stopped:
-        if known is not None and strategy.worker.channel is not None:  # torch's agent takes no values then
-            stopped.value = None, capture(context, known)
+        if before is not None and strategy.worker.channel is not None:  # torch's agent takes no values then
+            stopped.value = None, capture(context, before)
         raise
     finally:
         trainer._stage = StageState(loaders=trainer._stage.loaders)
         report_phase("running")
-    return value, None if known is None else capture(context, known)
+    return value, None if before is None else capture(context, before)

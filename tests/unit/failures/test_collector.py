@@ -17,7 +17,7 @@ from rankwise.monitoring.heartbeat import (
     heartbeat_written_to,
     report_phase,
 )
-from rankwise.processes.shared_memory import create_memory_file
+from rankwise.processes.memory_file import create_memory_file
 
 GAVE_UP = "Timed out waiting 3000ms for recv operation to complete"
 

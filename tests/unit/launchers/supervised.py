@@ -19,8 +19,8 @@ from rankwise.failures.record import FailureRecord
 from rankwise.launchers.channel import REQUEST_ID_SIZE, FrameReader, Kind, RankChannel, frame
 from rankwise.launchers.supervisor import SupervisionOptions, Supervisor
 from rankwise.monitoring.heartbeat import HeartbeatReader
+from rankwise.processes.memory_file import create_memory_file
 from rankwise.processes.parent_death import ParentDeathPipe
-from rankwise.processes.shared_memory import create_memory_file
 from rankwise.processes.started_process import StartedProcess
 from rankwise.ranks import RankInfo
 from rankwise.stores.private import pack_fields

@@ -26,7 +26,7 @@ from rankwise.launchers.elastic import (
 )
 from rankwise.launchers.elastic_rendezvous import LOOPBACK, NODES
 from rankwise.launchers.worker_main import JobSpec
-from rankwise.processes.shared_memory import owned_descriptor
+from rankwise.processes.memory_file import owned_descriptor
 from rankwise.processes.signals import INTERRUPT_NOTICE
 from rankwise.stores.restart import RestartInfo
 

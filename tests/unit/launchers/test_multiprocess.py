@@ -21,7 +21,7 @@ from rankwise.launchers.multiprocess import (
     refuse_where_impossible,
     value_of,
 )
-from rankwise.processes.shared_memory import Descriptor, owned_descriptor, pack
+from rankwise.processes.memory_file import Descriptor, owned_descriptor, pack
 from rankwise.ranks import RankInfo
 from tests.unit.launchers.supervised import OPTIONS, Supervise
 

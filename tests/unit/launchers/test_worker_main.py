@@ -13,7 +13,7 @@ from rankwise.launchers import script_place, worker_main
 from rankwise.launchers.channel import Kind, frame
 from rankwise.launchers.context import WorkerContext, describe_context
 from rankwise.launchers.worker_main import InheritedContext, JobSpec, attach, run_worker
-from rankwise.processes.shared_memory import owned_descriptor, pack, unpack
+from rankwise.processes.memory_file import owned_descriptor, pack, unpack
 from rankwise.processes.signals import stopped_by
 from rankwise.ranks import RankInfo
 from tests.unit.launchers.supervised import SHORT_S, Ends

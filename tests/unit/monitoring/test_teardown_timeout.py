@@ -16,7 +16,7 @@ from rankwise.monitoring.heartbeat import (
     report_phase,
 )
 from rankwise.monitoring.stragglers import TeardownTimeout
-from rankwise.processes.shared_memory import create_memory_file
+from rankwise.processes.memory_file import create_memory_file
 
 TIMEOUT_S = 0.4
 LONG_S = 30.0

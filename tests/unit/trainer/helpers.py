@@ -14,14 +14,14 @@ from typing_extensions import override
 from rankwise.environments import ClusterEnvironment
 from rankwise.launchers import Launcher
 from rankwise.launchers.inline import InlineLauncher
-from rankwise.processes.module_state import named_parts
-from rankwise.processes.shared_memory import owned_descriptor, pack, read_by_name, unpack
+from rankwise.processes.memory_file import owned_descriptor, pack, read_by_name, unpack
+from rankwise.processes.returned_state import named_parts
 from rankwise.ranks import RankInfo
 from rankwise.strategies import Strategy
 from rankwise.strategies.placement import Placement
 from rankwise.trainer import Trainer, TrainingModule
 from rankwise.trainer.state import LoopContext
-from rankwise.trainer.state_transfer import named_objects
+from rankwise.trainer.state_transfer import known_to_caller
 
 T = TypeVar("T")
 
@@ -131,6 +131,6 @@ def sent_back(work: Callable[[], T], mine: nn.Module, context: LoopContext | Non
     with ExitStack() as cleanup:
         descriptor = owned_descriptor(cleanup).number
         contextvars.copy_context().run(lambda: pack(work(), descriptor))
-        with read_by_name(named_parts(mine) if context is None else named_objects(context)):
+        with read_by_name(named_parts(mine) if context is None else known_to_caller(context).named):
             value: T = unpack(descriptor, copy=True)
             return value

@@ -10,8 +10,9 @@ from torch import nn
 
 from rankwise.errors import CheckpointError, ConfigurationError, InvalidTypeError
 from rankwise.precision import MasterWeightsPrecision, Precision, create_precision
+from rankwise.processes.returned_state import ReturnedState, StateBefore
 from rankwise.strategies import SingleDeviceStrategy
-from rankwise.trainer.state_transfer import CallerState, KnownToCaller, capture, restore
+from rankwise.trainer.state_transfer import capture, known_to_caller, restore
 from tests.unit.trainer.helpers import Line, loader, sent_back, trainer
 
 NAMES = ["64-true", "bf16-mixed", "16-mixed", "16-true", "bf16-true", "16-master", "bf16-master"]
@@ -55,8 +56,8 @@ def test_state_comes_back(tmp_path: Path, name: str) -> None:
     there.fit(model, loader())
     here, mine = trainer(tmp_path, precision=name), Line()
 
-    def captured() -> CallerState | None:
-        return capture(there.context(model), KnownToCaller(there.context(model)))
+    def captured() -> ReturnedState | None:
+        return capture(there.context(model), StateBefore(known_to_caller(there.context(model))))
 
     here._set_module(mine, "fit")
     state = sent_back(captured, mine, here.context(mine))

@@ -15,13 +15,14 @@ from torch import nn
 from rankwise import strategies
 from rankwise.integrations.lightning.processes import OnRankwise, RankwiseLauncher
 from rankwise.integrations.lightning.worker_state import (
-    KnownToCaller,
     StageResult,
-    StateBefore,
+    known_to_caller,
     optimizers_taken,
+    restore,
     value_of,
 )
-from rankwise.processes.shared_memory import read_by_name
+from rankwise.processes.memory_file import read_by_name
+from rankwise.processes.returned_state import StateBefore
 
 
 class TrainerLauncher(RankwiseLauncher):
@@ -41,11 +42,11 @@ class TrainerLauncher(RankwiseLauncher):
             value: list[Any] = []
             strategy.launch(lambda _: value.append(function(*args, **kwargs)))
             return value[0]
-        known = KnownToCaller(trainer, _data_module(trainer, *args, *kwargs.values()))
-        with optimizers_taken(trainer), read_by_name(known.named):
+        data_module = _data_module(trainer, *args, *kwargs.values())
+        with optimizers_taken(trainer), read_by_name(known_to_caller(trainer, data_module).named):
             strategy.launch(_run_in_worker, trainer, function, args, kwargs)
         results = [result for _, result in sorted(strategy.results.items())]
-        results[0].state.restore(trainer, known)
+        restore(trainer, data_module, results[0].state)
         return value_of(results)
 
 
@@ -99,8 +100,7 @@ def _run_in_worker(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> StageResult:
-    known = KnownToCaller(trainer, _data_module(trainer, *args, *kwargs.values()))
-    before = StateBefore(trainer, known)
+    before = StateBefore(known_to_caller(trainer, _data_module(trainer, *args, *kwargs.values())))
     value = function(*args, **kwargs)
     return StageResult.of(trainer, value, before)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rankwise.processes.shared_memory import create_memory_file, pack, unpack
+from rankwise.processes.memory_file import create_memory_file, pack, unpack
 
 
 @pytest.fixture

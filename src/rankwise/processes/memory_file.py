@@ -1,0 +1,354 @@
+"""Values in memory files, which transport them between processes.
+
+Layout: the length of the pickle (8 bytes; 0 while the file is not complete), the pickle, then each storage at
+a multiple of 64. The length is written last.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import io
+import mmap
+import os
+import pickle
+import struct
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from multiprocessing import reduction
+from typing import Any, final
+
+import torch
+from torch.nn.utils import parametrize
+
+from rankwise.errors import text_of
+from rankwise.processes.parametrized_modules import reduced
+
+_HEADER = struct.Struct("!Q")
+_ALIGNMENT = 64
+_ATOMS = (type(None), bool, int, float, complex, str, bytes)
+_NOTHING: Mapping[str, object] = {}
+_sent_by_name = ContextVar("sent_by_name", default=_NOTHING)
+_read_by_name = ContextVar("read_by_name", default=_NOTHING)
+
+
+def create_memory_file() -> int:
+    """Return a descriptor of an anonymous file that no other process can open by name."""
+    try:
+        return os.memfd_create("rankwise", os.MFD_CLOEXEC)
+    except AttributeError:
+        pass
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+    with tempfile.TemporaryFile() as file:  # unlinked from the start, where there is no memfd
+        return os.dup(file.fileno())
+
+
+@final
+class Descriptor:
+    """A file descriptor that a worker receives: inherited by a fork, duplicated where it is pickled."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> tuple[Callable[[Any], Descriptor], tuple[Any]]:
+        return _receive_descriptor, (reduction.DupFd(self.number),)
+
+
+def _receive_descriptor(duplicate: Any) -> Descriptor:
+    return Descriptor(duplicate.detach())
+
+
+def owned_descriptor(cleanup: ExitStack) -> Descriptor:
+    """Return a memory file that is closed with `cleanup`."""
+    descriptor = create_memory_file()
+    cleanup.callback(os.close, descriptor)
+    return Descriptor(descriptor)
+
+
+def send_by_name(objects: Mapping[str, object]) -> None:
+    """Pack only the names of these objects from now on, as the reader has its own; see `read_by_name`."""
+    _sent_by_name.set(objects)
+
+
+@contextmanager
+def sent_by_name(objects: Mapping[str, object]) -> Iterator[None]:
+    """Pack only the names of these objects in the block."""
+    token = _sent_by_name.set(objects)
+    try:
+        yield
+    finally:
+        _sent_by_name.reset(token)
+
+
+@contextmanager
+def read_by_name(objects: Mapping[str, object]) -> Iterator[None]:
+    """In the block, put these objects where a value was packed with their names."""
+    token = _read_by_name.set(objects)
+    try:
+        yield
+    finally:
+        _read_by_name.reset(token)
+
+
+@final
+class Unreadable(Exception):
+    """Stands in the place of a value that could not be packed or read; `reason` says why."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    @classmethod
+    def because_of(cls, error: Exception) -> Unreadable:
+        """Return what stands in the place of a value at which an exception was raised."""
+        if isinstance(error, Unreadable):
+            return error
+        return cls(f"{type(error).__name__}: {text_of(error)}".partition("\n")[0].rstrip("."))
+
+
+@final
+class Parts(dict[Any, Any]):
+    """Values by name, each packed by itself; one that cannot be packed or read is an `Unreadable`.
+
+    The values, and modules and parameters in them, are the same objects where later parts refer to them, as
+    are tensors' storages.
+    """
+
+
+def pack(value: object, descriptor: int) -> None:
+    """Write a value; tensors that share a storage still do when it is read.
+
+    Raises what pickling raises, unless that is only because of what is in `Parts`.
+    """
+    stream = io.BytesIO()
+    pickler = _Pickler(stream)
+    pickler.dump(value)
+    pickled = stream.getvalue()
+    start = _aligned(_HEADER.size + len(pickled))
+    os.ftruncate(descriptor, 0)
+    os.ftruncate(descriptor, max(start + pickler.storages.size, mmap.PAGESIZE))
+    with mmap.mmap(descriptor, 0) as memory:
+        memory[_HEADER.size : _HEADER.size + len(pickled)] = pickled
+        for offset, storage in pickler.storages:
+            target = torch.frombuffer(
+                memory, dtype=torch.uint8, count=storage.nbytes(), offset=start + offset
+            )
+            target.copy_(torch.empty(0, dtype=torch.uint8).set_(storage.cpu()))
+        memory[: _HEADER.size] = _HEADER.pack(len(pickled))
+
+
+def unpack(descriptor: int, *, copy: bool) -> Any:
+    """Read the value back.
+
+    Without `copy` its tensors lie in the file's memory, mapped privately: nothing is copied until it is
+    written to, and the file must not be packed again.
+
+    Raises:
+        EOFError: when no complete value was packed.
+    """
+    size = os.fstat(descriptor).st_size
+    if size < _HEADER.size:
+        raise EOFError("nothing was packed")
+    memory = mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    (length,) = _HEADER.unpack_from(memory)
+    if length == 0:
+        raise EOFError("the value is not complete")
+    end = _HEADER.size + length
+    return _Unpickler(memory[_HEADER.size : end], _StoredStorages(memory, _aligned(end), copy)).load()
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+@final
+class _Storages:
+    """The storages of a value's tensors, each once, at their offsets."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._places: dict[int, tuple[int, torch.UntypedStorage]] = {}
+
+    def __iter__(self) -> Iterator[tuple[int, torch.UntypedStorage]]:
+        return iter(self._places.values())
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def offset_of(self, storage: torch.UntypedStorage) -> int:
+        """Return the offset of a storage, which gets one if it has none."""
+        key, size = storage._cdata, storage.nbytes()
+        if size and key not in self._places:
+            self._places[key] = self.size, storage  # kept alive, so that no other storage gets its key
+            self.size = _aligned(self.size + size)
+        return self._places[key][0] if size else 0
+
+    def keep(self, count: int) -> None:
+        """Forget all but the first `count` storages."""
+        for key in list(self._places)[count:]:
+            del self._places[key]
+
+
+class _Pickler(pickle.Pickler):
+    """Collect each storage once; pickle its offset in its place.
+
+    With `outer` it pickles a part of that pickler's value.
+    """
+
+    def __init__(self, stream: io.IOBase, outer: _Pickler | None = None) -> None:
+        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
+        if outer is None:
+            named = _sent_by_name.get()
+            self.storages = _Storages()
+            self._names: dict[int, Any] = {id(each): name for name, each in named.items()}
+            self._modules = {each for each in named.values() if isinstance(each, torch.nn.Module)}
+            self._parts: list[object] = []  # kept alive, as `_names` has ids
+        else:
+            self.storages, self._names = outer.storages, outer._names
+            self._modules, self._parts = outer._modules, outer._parts
+
+    def _packed_part(self, value: object) -> tuple[int, bytes]:
+        """Return the number of a part, and its pickle or that of an `Unreadable`."""
+        number, count, stream = len(self._parts), len(self.storages), io.BytesIO()
+        self._parts.append(value)
+        try:
+            _Pickler(stream, self).dump(value)
+            for name, each in _shared_parts(value, self._modules):
+                self._names.setdefault(id(each), (number, name))
+        except Exception as error:  # noqa: BLE001  pickling runs anybody's code
+            self.storages.keep(count)
+            return number, pickle.dumps(Unreadable.because_of(error))
+        return number, stream.getvalue()
+
+    def persistent_id(self, obj: object) -> Any:
+        if type(obj) is Parts:
+            return {name: self._packed_part(value) for name, value in obj.items()}
+        if (name := self._names.get(id(obj))) is not None:
+            return name
+        storage, dtype = obj, None
+        if isinstance(obj, torch.storage.TypedStorage):
+            storage, dtype = obj._untyped_storage, obj.dtype
+        if not isinstance(storage, torch.UntypedStorage):
+            return None
+        return self.storages.offset_of(storage), storage.nbytes(), dtype
+
+    def reducer_override(self, obj: object) -> Any:
+        if isinstance(obj, torch.nn.Module) and parametrize.is_parametrized(obj):
+            return reduced(obj, pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+def _shared_parts(value: object, known: set[torch.nn.Module] | None = None) -> Iterator[tuple[str, object]]:
+    """Yield what is the same object in later parts, by names that are the reader's, too.
+
+    Modules that are `known` already are left out, with all that is in them; the others are known then.
+    """
+    if isinstance(value, torch.nn.Module):
+        for path, module in value.named_modules(known, remove_duplicate=known is not None):
+            yield path, module
+            for name, parameter in module._parameters.items():
+                yield f"{path} {name}", parameter
+    elif not isinstance(value, _ATOMS):
+        yield "", value
+
+
+def _rebuild_tensor(storage: torch.UntypedStorage, *args: Any) -> Any:
+    # Tensors of newer dtypes, such as uint16 and float8, pickle an untyped storage but need a typed one.
+    typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True)
+    return torch._utils._rebuild_tensor_v3(typed, *args)
+
+
+@final
+class _StoredStorages:
+    """The storages in a mapped file, from `start` on; with `copy` copies of them."""
+
+    def __init__(self, memory: mmap.mmap, start: int, copy: bool) -> None:
+        self._memory, self._start, self._copy = memory, start, copy
+        self._known: dict[int, torch.UntypedStorage] = {}
+
+    def at(self, offset: int, size: int) -> torch.UntypedStorage:
+        """Return the storage of `size` bytes at an offset: the same object each time."""
+        if not size:
+            return torch.UntypedStorage(0)
+        if offset not in self._known:
+            view = torch.frombuffer(self._memory, dtype=torch.uint8, count=size, offset=self._start + offset)
+            self._known[offset] = (view.clone() if self._copy else view).untyped_storage()
+        return self._known[offset]
+
+
+@final
+class _Unpickler(pickle.Unpickler):
+    """Take the storages from the mapped memory. With `outer` it reads a part of that one's value."""
+
+    def __init__(self, pickled: bytes, storages: _StoredStorages, outer: _Unpickler | None = None) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._storages = storages
+        self._parts: dict[int, Any] = {} if outer is None else outer._parts  # by number and name
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        return _rebuild_tensor if found is torch._utils._rebuild_tensor_v3 else found
+
+    def _part(self, number: int, pickled: bytes) -> object:
+        try:
+            value = _Unpickler(pickled, self._storages, self).load()
+            self._parts[number] = dict(_shared_parts(value))
+        except Exception as error:  # noqa: BLE001  pickling runs anybody's code
+            value = self._parts[number] = Unreadable.because_of(error)
+        return value
+
+    def persistent_load(self, pid: Any) -> object:
+        if isinstance(pid, dict):
+            return Parts({name: self._part(*packed) for name, packed in pid.items()})
+        if isinstance(pid, str):
+            return _read_by_name.get()[pid]
+        if len(pid) == 2:
+            part = self._parts[pid[0]]
+            if isinstance(part, Unreadable):
+                raise part
+            return part[pid[1]]
+        offset, size, dtype = pid
+        storage = self._storages.at(offset, size)
+        if dtype is None:
+            return storage
+        return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def pickling_error(value: object) -> Exception | None:
+    """Return the exception that pickling a value raises, if it does; the data of tensors is not copied."""
+    try:
+        _Pickler(io.BytesIO()).dump(value)
+    except Exception as error:  # noqa: BLE001  pickling runs anybody's code
+        return error
+    return None
+
+
+def fingerprint(value: object) -> bytes | None:
+    """Return a digest of a value and the data of its tensors on the CPU; None if it cannot be pickled."""
+    digest = _Digest()
+    try:
+        pickler = _Pickler(digest)
+        pickler.dump(value)
+        for _, storage in pickler.storages:
+            on_cpu = storage.cpu()
+            digest.write((ctypes.c_char * on_cpu.nbytes()).from_address(on_cpu.data_ptr()))
+    except Exception:  # noqa: BLE001  pickling runs anybody's code
+        return None
+    return digest.value.digest()
+
+
+@final
+class _Digest(io.RawIOBase):
+    """A stream that keeps only the digest of its data."""
+
+    def __init__(self) -> None:
+        self.value = hashlib.blake2b(digest_size=16)
+
+    def write(self, data: Any) -> int:
+        self.value.update(data)
+        return memoryview(data).nbytes

@@ -1,0 +1,62 @@
+"""Name the attribute at which pickling has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from rankwise.errors import NotPicklableError, text_of
+from rankwise.processes.memory_file import pack, pickling_error
+
+_DEPTH = 20
+
+
+def pack_or_explain(value: object, descriptor: int, start_method: str, roots: Mapping[str, object]) -> None:
+    """Pack a value; `NotPicklableError` names the attribute of one of the `roots` that cannot be pickled."""
+    try:
+        pack(value, descriptor)
+    except Exception as error:  # noqa: BLE001  pickling runs anybody's code
+        path, culprit = _find(roots)
+        reason = text_of(culprit or error).partition("\n")[0]
+        raise NotPicklableError(path=path, reason=reason, start_method=start_method) from None
+
+
+def _find(roots: Mapping[str, object]) -> tuple[str, Exception | None]:
+    path, error = "what is launched", None
+    children: Iterator[tuple[str, object]] = iter(roots.items())
+    seen: set[int] = set()
+    for _ in range(_DEPTH):
+        for child_path, child in children:
+            failure = pickling_error(child)
+            if failure is not None and id(child) not in seen:
+                path, error = child_path, failure
+                seen.add(id(child))
+                children = _parts(child, child_path)
+                break
+        else:
+            break
+    return path, error
+
+
+def _parts(value: object, path: str) -> Iterator[tuple[str, object]]:
+    """Yield the parts of a value with their paths."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield f"{path}[{key!r}]", part
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for index, part in enumerate(value):
+            yield f"{path}[{index}]", part
+    else:
+        for name, part in _state(value).items():
+            if name in ("_modules", "_parameters", "_buffers") and isinstance(part, Mapping):
+                yield from ((f"{path}.{key}", submodule) for key, submodule in part.items())
+            else:
+                yield f"{path}.{name}", part
+
+
+def _state(value: object) -> Mapping[str, object]:
+    try:
+        reduced = value.__reduce_ex__(2)
+    except Exception:  # noqa: BLE001  pickling runs anybody's code
+        return getattr(value, "__dict__", {})
+    state = reduced[2] if isinstance(reduced, tuple) and len(reduced) > 2 else None
+    return state if isinstance(state, Mapping) else {}
