@@ -17,8 +17,8 @@ from rankwise.gradient_sync.hook_registry import PowerSGDMemory
 from rankwise.gradient_sync.parameters import ParametersOf, gives_buffers, parameters_of, share_tensors
 from rankwise.gradient_sync.trained_set import TrainedSet
 from rankwise.gradient_sync.unused import record_reduced_names
-from rankwise.process_group.change_agreement import ChangeAgreement
 from rankwise.process_group.collectives import has_other_ranks
+from rankwise.process_group.step_agreement import ChangeAgreement
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

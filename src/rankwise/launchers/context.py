@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from rankwise.failures.exchange import FailureExchange
     from rankwise.monitoring.rank_monitor import RankMonitor
-    from rankwise.process_group.stop_agreement import StopAgreement
+    from rankwise.process_group.step_agreement import StopAgreement
     from rankwise.stores.rendezvous import RankIdentity
 
 Entry = Callable[["WorkerContext"], Any]
@@ -127,7 +127,7 @@ class WorkerContext:
 
     def agree_on_stopping(self, timeout: timedelta) -> StopAgreement:
         """Return this rank's part in the agreement on when to stop; `timeout` is for the answers."""
-        from rankwise.process_group.stop_agreement import StopAgreement
+        from rankwise.process_group.step_agreement import StopAgreement
 
         monitor = None if self.ranks.world_size == 1 else self._open_monitor(timeout)
         return StopAgreement(self.ranks, monitor, timeout)

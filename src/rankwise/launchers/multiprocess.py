@@ -23,7 +23,7 @@ from typing import Any, final
 
 import torch
 
-import rankwise.process_group.stop_agreement  # noqa: F401  as above
+import rankwise.process_group.step_agreement  # noqa: F401  as above
 from rankwise.errors import LaunchRefusedError
 from rankwise.failures.record import FailureRecord
 from rankwise.launchers.context import Entry, Launcher, WorkerContext

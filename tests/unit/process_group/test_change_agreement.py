@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from rankwise.errors import RankMismatchError
 from rankwise.monitoring.rank_monitor import PollingMonitor
-from rankwise.process_group.change_agreement import ChangeAgreement
+from rankwise.process_group.step_agreement import ChangeAgreement
 from tests.helpers.threaded import run_ranks
 
 TIMEOUT = timedelta(seconds=5)

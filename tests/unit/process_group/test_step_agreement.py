@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from rankwise.errors import StopAgreementError
 from rankwise.monitoring.rank_monitor import PollingMonitor
-from rankwise.process_group.stop_agreement import StopAgreement
+from rankwise.process_group.step_agreement import StopAgreement
 from rankwise.ranks import RankInfo
 
 TIMEOUT = timedelta(seconds=20)
