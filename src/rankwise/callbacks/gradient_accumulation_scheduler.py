@@ -64,11 +64,11 @@ class GradientAccumulationScheduler(Callback):
             trainer.accumulate_grad_batches = self.accumulation_in(trainer.current_epoch)
 
     def on_fit_start(self, trainer: Trainer, module: TrainingModule) -> None:
-        """Set the highest number, which the loop compares with what the optimizer can do."""
+        """Set the highest number: the loop checks whether the optimizer supports it."""
         trainer.accumulate_grad_batches = max(self.scheduling.values())
 
     def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
-        """Set the number of the epoch, within which a run may resume."""
+        """Set the current epoch's number: a run may resume within it."""
         trainer.accumulate_grad_batches = self.accumulation_in(trainer.current_epoch)
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:

@@ -21,7 +21,7 @@ class LambdaCallback(Callback):
 
     Raises:
         UnknownArgumentError: for a name that is not a hook of `Callback`.
-        InvalidTypeError: for what cannot be called.
+        InvalidTypeError: for a value that cannot be called.
     """
 
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:

@@ -57,7 +57,7 @@ class ProgressBar(Callback):
         raise NotImplementedError
 
     def make_lines(self, title: str, total: int | None, leave: bool, write: Callable[[str], object]) -> Any:
-        """Return what `make_bar` does, for an output in which bars cannot move; `write` gets one line."""
+        """Return a bar for an output that cannot move the cursor; `write` gets one line at a time."""
         if self._line_s is None:
             self._line_s = time.monotonic()
         return _Lines(title, total, leave, write, self._take_line)
@@ -221,7 +221,7 @@ class _Lines:
 
     def _show(self) -> None:
         self._shown = self._done
-        with suppress(Exception):  # the stream may be closed, or anybody's code: training goes on
+        with suppress(Exception):  # the stream may be closed, or the user's own code: training goes on
             self._write(self._line())
 
     def _line(self) -> str:

@@ -88,7 +88,7 @@ def as_checkpoint_error(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def restored_from(path: str | os.PathLike[str], part: str) -> Iterator[None]:
-    """Raise what the contents of a file cause in the block, which restores `part`, as `CheckpointError`."""
+    """Restore `part` in the block; raise exceptions that the file's contents cause as `CheckpointError`."""
     handled = sys.exc_info()[1]
     try:
         yield

@@ -29,7 +29,7 @@ class LightningState:
         epoch: the epoch to begin next.
         global_step: the number of optimizer steps so far.
         total_batches: the number of batches in the epochs before that.
-        counted_steps: how many batches have ended with a step, by which loggers number what they get.
+        counted_steps: how many batches have ended with a step: the step number for loggers.
         optimizers: their states, as torch's.
         schedulers: their states, as torch's.
         scaler: the state of the loss scaling; {} for none.

@@ -38,8 +38,7 @@ def adapted_environment(
         given: the environment of Lightning.
         devices: the number of processes on this node, if the user has given it.
         num_nodes: the number of nodes, if the user has given it.
-        is_rerun: whether a strategy has started this process, whatever Lightning's environment sees in the
-            variables of it.
+        is_rerun: whether a strategy has started this process; Lightning's environment may not see that.
 
     Raises:
         ConfigurationError: when the number of processes on this node is not known, and for methods that fail.

@@ -110,8 +110,9 @@ def sharded_sampler_of(loader: Any) -> ShardedSampler | None:
 class SizedBatches:
     """A loader's batches, with the number of samples in each, and their indices.
 
-    That is known for a plain `DataLoader` that puts samples together: from its batches of indices; where it
-    has none, or loads them in any order, from what its collate function gets. It is not known where nothing
+    The numbers are known for a plain `DataLoader` that collates samples: from its batches of indices or, if
+    it has none or loads them in any order, from the input of its collate function. They are not known if
+    nothing
     in the batch has that length: a collate function, or `__getitems__`, has left samples out, or made more.
 
     Attributes:
@@ -152,8 +153,8 @@ class SizedBatches:
 def _has_size(batch: Any, size: int) -> bool:
     """Return whether something in a batch has the length `size`: the batch may hold so many samples.
 
-    That is the first or second dimension of a tensor or array, or the length of a list or tuple. A batch
-    without any of them is believed, and so is one of a single sample, which need not be put in a list.
+    The length is the first or second dimension of a tensor or array, or the length of a list or tuple. The
+    size is accepted for a batch without any of them, and for a single sample, which need not be in a list.
     """
     first = batch[0] if type(batch) in (list, tuple) and batch else batch
     if size == 1 or (type(first) is Tensor and first.ndim and first.shape[0] == size):  # as most batches are

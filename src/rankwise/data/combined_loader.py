@@ -52,7 +52,7 @@ class CombinedLoader:
 
     Raises:
         UnknownNameError: for another mode.
-        InvalidTypeError: for what cannot be iterated over, and for a `CombinedLoader` within another.
+        InvalidTypeError: for a value that cannot be iterated over, and for a `CombinedLoader` within another.
 
     Example:
         >>> loaders = {"a": range(3), "b": range(10, 12)}
@@ -163,7 +163,7 @@ def _first_of(iterator: Iterator[Any], number: int) -> Any:
 
 
 def check_iterable(loader: Any) -> None:
-    """Raise InvalidTypeError for what cannot be iterated over, and for a data set, which has no batches."""
+    """Raise InvalidTypeError for a value that is not iterable, and for a data set, which has no batches."""
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         remedy = "torch.utils.data.DataLoader(dataset, batch_size=32)."
         raise InvalidTypeError(argument="dataloaders", value=loader, expected="a DataLoader", remedy=remedy)

@@ -98,7 +98,7 @@ def examine(
 
 
 def _add_machine(report: Report, environ: Mapping[str, str]) -> None:
-    """Add what this machine has; last, as the names of GPUs initialise CUDA, after which no rank can fork."""
+    """Add devices and back ends. Do this last: GPU names initialise CUDA, and no rank can fork after that."""
     report.add(examine_devices(environ))
     report.add(examine_backends(environ))
 

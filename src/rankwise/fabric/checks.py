@@ -22,7 +22,7 @@ def check_strategy(strategy: Strategy) -> None:
 
 
 def check_unwrapped(value: object, kind: type, wrapper: type, name: str) -> None:
-    """Raise unless the user's own object is given, and not what an earlier call returned for it."""
+    """Raise unless the user's own object is given; an object that was set up before is refused."""
     check_is_a(name, value, kind)
     if isinstance(value, wrapper):
         expected = f"one that was not set up before: {name}s are set up once"

@@ -144,7 +144,7 @@ class Fabric(FabricProcess):
             Global rank 0's value, as `Strategy.launch`.
 
         Raises:
-            InvalidTypeError: for what cannot be called with the Fabric.
+            InvalidTypeError: for a function that cannot be called with the Fabric.
             WorkerError: when a rank failed; all other ranks have ended by then.
             LifecycleError: in a launched function.
             LaunchRefusedError, NotPicklableError: when nothing could be started.
@@ -184,8 +184,8 @@ class Fabric(FabricProcess):
             there is one.
 
         Raises:
-            InvalidTypeError, InvalidArgumentError, ConfigurationError: for what cannot be prepared, or was
-                already.
+            InvalidTypeError, InvalidArgumentError, ConfigurationError: for objects that cannot be prepared,
+                or were already.
             LifecycleError: before the launch.
             RankMismatchError: when the ranks have different modules or versions.
         """
@@ -279,7 +279,7 @@ class Fabric(FabricProcess):
             The `FabricDataLoader`, or a list of them.
 
         Raises:
-            InvalidTypeError: for what is not a `DataLoader`.
+            InvalidTypeError: for a loader that is not a `DataLoader`.
             UnshardableLoaderError: when a loader cannot be split.
             RankMismatchError: when the ranks have different data.
         """
@@ -382,8 +382,8 @@ class Fabric(FabricProcess):
         The block is for a microbatch's forward and backward pass; see `Strategy.gradient_sync_context`.
 
         Args:
-            module: what `setup` returned.
-            optimizers: those that step after the window.
+            module: the result of `setup`.
+            optimizers: the ones that step after the window.
             is_final_microbatch: whether they step next.
         """
         own = [each.optimizer if isinstance(each, FabricOptimizer) else each for each in optimizers]
@@ -488,7 +488,7 @@ class Fabric(FabricProcess):
             weights_only: None or True; files are always loaded without running code.
 
         Returns:
-            What of the checkpoint was not restored; all of it without a state.
+            The part of the checkpoint that was not restored; all of it without a state.
 
         Raises:
             CheckpointError: on every rank, when the file cannot be used.
@@ -566,7 +566,7 @@ class Fabric(FabricProcess):
             finalize_all(self.loggers, status)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process."""
+        """Pickle without the objects that belong to this process."""
         return {**self.__dict__, "_finalizer": None, "_is_open": False, "_modules": [], "_optimizers": []}
 
 

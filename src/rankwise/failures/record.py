@@ -85,7 +85,7 @@ class FailureRecord:
         return cls.of_rank(ranks, os.getpid(), **_facts_of(error))
 
     def of_value(self, error: BaseException) -> FailureRecord:
-        """Describe why what this rank has returned could not be read. Runs on: the launching process."""
+        """Describe why this rank's return value could not be read. Runs on: the launching process."""
         facts = _facts_of(error)
         message = f"what it returned cannot be unpickled: {facts['exception_message']}"
         return dataclasses.replace(self, **{**facts, "exception_message": message})

@@ -49,7 +49,7 @@ class ModelAveraging:
             self._average(optimizer)
 
     def _average(self, optimizer: Optimizer) -> None:
-        """Average what has changed; a mean of equal numbers is rounded, and would change the others."""
+        """Average the changed parameters; averaging the others would change them by rounding."""
         from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
         changed = self._changed[optimizer]

@@ -89,7 +89,7 @@ def _listed(names: list[str]) -> str:
 
 
 def check_local_changes(module: nn.Module) -> None:
-    """Raise for what changes parameters on each rank by its own batch, before gradients are averaged."""
+    """Raise for layers and hooks that change parameters by each rank's own batch, before averaging."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, kinds)}
     if names := [name for name, layer in layers.items() if layer.max_norm is not None]:

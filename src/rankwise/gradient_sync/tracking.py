@@ -99,12 +99,12 @@ class TrackedModule:
 
         Args:
             module: the module.
-            optimizers: those whose parameters are averaged with the module's.
+            optimizers: their parameters are averaged with the module's.
             parameters_of: returns the module's parameters that an optimizer updates, directly or as copies.
             elsewhere: returns the ids of parameters that belong to other modules.
-            accepts_known: whether a set that all ranks have had before needs no agreement.
-            is_window_end: whether the gradients are there. What was frozen since is then read before the next
-                forward pass.
+            accepts_known: whether the ranks need not compare a set that all of them have had before.
+            is_window_end: whether the window's gradients exist. A parameter that was frozen since is then
+                read before the next forward pass.
 
         Raises:
             RankMismatchError: when other ranks have changed something else, or nothing.
@@ -121,19 +121,19 @@ class TrackedModule:
         if has_changed:
             self._stopped += _without(_without(trained, parameters.trained), self._stopped)
             if isinstance(module, DistributedDataParallel) and gives_buffers(module):
-                module._assign_modules_buffers()  # where there were none, DDP does not look for new ones
+                module._assign_modules_buffers()  # DDP does not look for new buffers if there were none
             if self._agreement is not None:
                 share_tensors(_without(parameters.all, known), self._group)
 
     def _is_known(self) -> bool:
-        """Return whether the trained parameters were the same ones before; from now on they were."""
+        """Return whether this set of trained parameters has occurred before, and record it."""
         key = tuple(map(id, self.parameters.trained))
         is_known = key in self._known_sets
         self._known_sets.add(key)
         return is_known
 
     def must_rebuild(self) -> bool:
-        """Return whether DDP has to average other parameters from now on, which the caller sees to."""
+        """Return whether DDP's buckets must be rebuilt, as other parameters are averaged from now on."""
         before, self._averaged = self._averaged, self.parameters.trained_inside
         return before is not self._averaged and before != self._averaged
 

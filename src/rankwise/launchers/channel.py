@@ -136,7 +136,7 @@ class RankChannel:
         if len(data) <= _CHUNK or threading.current_thread() is not threading.main_thread():
             self._send(data)
             return
-        # A signal handler that raises in the meantime would cut the frame, and spoil what follows.
+        # A signal handler that raises in the meantime would cut the frame, and damage the following ones.
         sending = threading.Thread(target=self._send, args=(data,), name="rankwise-send", daemon=True)
         sending.start()
         sending.join()

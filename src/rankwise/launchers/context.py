@@ -107,10 +107,10 @@ class WorkerContext:
         return self._of_this_job(self._store, timeout)
 
     def job_key(self, timeout: timedelta) -> bytes:
-        """Return what only this job's ranks have: the launcher's key, or else the user's; it may be empty.
+        """Return the key that only this job's ranks have: the launcher's, or else the user's; may be empty.
 
         Raises:
-            ConfigurationError: when the user's can be guessed.
+            ConfigurationError: if the user's key can be guessed.
         """
         from rankwise.stores.private import PrivateStore
         from rankwise.stores.sealed import job_key_of_environment

@@ -144,7 +144,7 @@ def value_of(rank: FailureRecord, value: Descriptor, started_s: float) -> Any:
 def create_job(
     start_method: str, entry: Entry, described: Mapping[str, object], cleanup: ExitStack
 ) -> JobSpec:
-    """Return what workers of a start method receive; prepare this process for starting them."""
+    """Return the data for workers of a start method; prepare this process for starting them."""
     flags = {}
     if start_method == "fork":
         import_dynamo()  # once here is less than once in every rank
@@ -168,7 +168,7 @@ def create_job(
 
 
 def _starter(start_method: str, job: JobSpec) -> WorkerStarter:
-    """Return what starts a rank's process by multiprocessing."""
+    """Return the function that starts a rank's process with multiprocessing."""
     context: Any = multiprocessing.get_context(start_method)
     if start_method != "fork":
         resource_tracker.ensure_running()  # otherwise it starts later, and lets SIGINT through again

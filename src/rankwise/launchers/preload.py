@@ -49,7 +49,7 @@ def _folder_of_the_socket() -> Path | None:
 
 
 def freeze_objects(server: int) -> None:
-    """Before the server forks, leave what it has imported out of garbage collections, as `objects_frozen`."""
+    """Exclude imported objects from garbage collection before the server forks, as `objects_frozen` does."""
     if os.getpid() == server:
         gc.freeze()
 

@@ -112,7 +112,7 @@ class ScriptLauncher(CallerLauncher):
         return script
 
     def _check_fits(self, existing: RankInfo, address: tuple[str, int] | None, rendezvous: str) -> None:
-        """Refuse what the processes of this script cannot do; each of them comes to the same answer."""
+        """Refuse a launch that does not fit the processes of this script; each of them decides the same."""
         if existing.local_world_size != len(self.local_ranks):
             raise LaunchRefusedError(
                 message=f"This script already runs as {existing.local_world_size} processes; "

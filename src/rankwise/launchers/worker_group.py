@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True)
 class WorkerLinks:
-    """What connects a worker to the launching process."""
+    """The connections of a worker to the launching process."""
 
     channel: socket.socket
     values: Descriptor  # the memory file for what the worker returns
@@ -41,7 +41,7 @@ WorkerStarter = Callable[[WorkerContext, WorkerLinks], StartedProcess]
 
 @final
 class WorkerGroup:
-    """The processes of this node's ranks, and what the launching process shares with them."""
+    """The processes of this node's ranks, and the objects that the launching process shares with them."""
 
     def __init__(self, local_ranks: Sequence[RankInfo], options: SupervisionOptions, job: int) -> None:
         self.cross_node_failures = CrossNodeFailures(options.endpoint, local_ranks[0], job)

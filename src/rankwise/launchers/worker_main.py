@@ -43,14 +43,14 @@ _CHECKS = 8
 @final
 @dataclass
 class JobSpec:
-    """What every worker of a launch that runs a function receives."""
+    """The data that every worker of a launched function receives."""
 
     entry: Entry | Descriptor  # the function, or a memory file with the pickled function
     start_method: str  # multiprocessing's default in the launching process
     environ: dict[str, str] | None = None  # of the launching process, where the worker does not inherit it
 
     def set_up_process(self, own_variables: Mapping[str, str]) -> None:
-        """Give this process what it does not inherit; `own_variables` of its environment have precedence."""
+        """Set state that this process does not inherit; `own_variables` of its environment take precedence."""
         multiprocessing.set_start_method(self.start_method, force=True)
         if self.environ is not None:
             os.environ.clear()

@@ -169,9 +169,9 @@ def _key(identity: RankIdentity) -> str:
 class TeardownTimeout:
     """Find a rank whose teardown takes longer than a collective may, or whose process does not exit.
 
-    What a rank does before its teardown has no limit, also when the others have finished; nor has what a
-    re-run script does after its jobs. `workers` is the supervisor's list, and grows. `on_timeout` is called
-    once, with a rank that waits for the one that hangs, and the error. Call `look` every `interval_s`.
+    A rank's work before its teardown has no limit, even when the others have finished, and neither has the
+    rest of a re-run script after its jobs. `workers` is the supervisor's list, which grows. `on_timeout` is
+    called once, with a rank that waits for the one that hangs, and the error. Call `look` every `interval_s`.
     """
 
     def __init__(

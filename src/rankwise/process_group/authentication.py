@@ -179,7 +179,7 @@ class _AuthenticatedGloo:
         exchange = None
         if size > 1:
             exchange = _Exchange(store, scope_of(store), rank, size, _settings())
-            exchange.meet(timeout)  # else a stranger has until the last rank comes to connect
+            exchange.meet(timeout)  # otherwise a foreign process can connect until the last rank arrives
         before = open_sockets()
         options._devices = _devices()  # they listen
         listeners = listening(open_sockets() - before)
@@ -193,7 +193,7 @@ class _AuthenticatedGloo:
             exchange.finish()
             of_group = getattr(store, "underlying_store", store)  # without the device
             _compared[of_group] = exchange.key, sealed
-        # Gloo would take whatever connects until it can open no more files: then the process aborts.
+        # Gloo would accept any connection until it can open no more files, and then abort the process.
         shut(listeners)
         return gloo
 

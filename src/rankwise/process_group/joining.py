@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from rankwise.errors import ProcessGroupError
 
-# Arguments of `init_process_group` by which a group is found, which exists already.
+# Arguments of `init_process_group` that say how to create a group; this group exists already.
 _OF_RENDEZVOUS = ("backend", "init_method", "rank", "world_size", "store", "group_name", "device_id")
 
 

@@ -122,7 +122,7 @@ class EventLoop:
         self._opened.close()
 
     def _run_pending(self) -> None:
-        # Signals first, and only calls that were made before: a call may be what a signal has led to.
+        # Signals first, and only calls that were made before: a signal may have led to a call.
         waiting = len(self._pending)
         with suppress(BlockingIOError):
             self._wakeup.recv(_CHUNK)

@@ -1,4 +1,4 @@
-"""What a process closes, pauses or imports around a fork."""
+"""Prepare a process for a fork: close, pause and import what the fork needs."""
 
 from __future__ import annotations
 
@@ -105,10 +105,10 @@ def import_functional() -> None:
 
 
 def import_dynamo() -> None:
-    """Import what the first optimizer or `DistributedDataParallel` would import: 1 s.
+    """Import the modules that the first optimizer or `DistributedDataParallel` would import, in 1 s.
 
-    A fork inherits it. The import makes a folder for what will be compiled, which is removed again: each
-    compilation makes it if it is not there.
+    A fork inherits them. The import creates a folder for compiled code, which is removed again: each
+    compilation creates it if necessary.
     """
     import_functional()
     is_set, is_new = SET_BY_DYNAMO in os.environ, "torch._dynamo" not in sys.modules

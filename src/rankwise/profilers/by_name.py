@@ -16,7 +16,7 @@ def create_profiler(given: Any) -> Profiler:
 
     Raises:
         UnknownNameError: for another name.
-        InvalidTypeError: for what is neither.
+        InvalidTypeError: for other values.
     """
     if given is None:
         return PassThroughProfiler()

@@ -92,7 +92,7 @@ def current_restart(environment: ClusterEnvironment | None = None) -> RestartInf
 def find_restart(
     address: tuple[str, int], store: dist.Store, ranks: RankInfo, timeout: timedelta
 ) -> RestartInfo:
-    """Return this process's restart, on which the ranks agree once in the agents' store; note it.
+    """Return this process's restart, and cache it; the ranks agree on it once, in the agents' store.
 
     Collective: every rank must call this.
     """

@@ -1,4 +1,4 @@
-"""Read what other processes have written as JSON; what is not of the expected type is an error."""
+"""Read values that other processes have written as JSON; a value of another type is an error."""
 
 from __future__ import annotations
 

@@ -380,7 +380,7 @@ class Strategy(WithParts, ABC):
         return self.gradients.weighting
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Compute gradients; `options` are those of `Precision.backward` and `Tensor.backward`."""
+        """Compute gradients; `options` are passed to `Precision.backward` and `Tensor.backward`."""
         report_phase("backward", waits=True)
         self.precision.backward(loss, **options)
 
@@ -410,7 +410,7 @@ class Strategy(WithParts, ABC):
 
         Args:
             module: what `setup_module` returned.
-            optimizers: those that step after the window.
+            optimizers: the ones that step after the window.
             is_final_microbatch: whether they step next.
 
         Raises:

@@ -139,7 +139,7 @@ class Job:
 
 @final
 class _Failure(NamedTuple):
-    """What this rank's work has raised, what the rank raises for it, and the record that it reports."""
+    """A failure of this rank: the original exception, the one that it raises instead, and its record."""
 
     error: BaseException
     cause: BaseException

@@ -126,7 +126,7 @@ def _outermost_frame() -> FrameType:
 
 
 def _has_returned(frame: FrameType) -> bool:
-    """Return whether a frame, which has ended, has come to its end: an exception ends it elsewhere."""
+    """Return whether a frame that has ended has returned, and was not ended by an exception."""
     last = dis.opname[frame.f_code.co_code[frame.f_lasti]]
     return last.startswith("RETURN")
 

@@ -284,7 +284,7 @@ def save_stop_checkpoint(context: LoopContext) -> None:
 
 
 def _evaluation_part(context: LoopContext, *, weights_only: bool) -> dict[str, Any]:
-    """Return what an evaluation needs, and by which a `ModelCheckpoint` knows its files."""
+    """Return the part that an evaluation needs, and by which a `ModelCheckpoint` recognises its files."""
     progress, callbacks = context.state.progress, context.callbacks
     states = {} if weights_only else {"callbacks": _states_of(callbacks)}
     return {
@@ -367,7 +367,7 @@ def _of_data_module(context: LoopContext) -> dict[str, Any]:
 
 
 def check_contents(checkpoint: dict[str, Any], path: str) -> None:
-    """Raise unless what a checkpoint holds has the version and the types with which a fit writes it."""
+    """Raise unless a checkpoint's contents have the version and the types that a fit writes."""
     version = checkpoint.get("version", _VERSION)
     if type(version) is not int or version != _VERSION:
         raise CheckpointError(

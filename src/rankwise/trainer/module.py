@@ -1,4 +1,4 @@
-"""`TrainingModule`: what the Trainer trains, and what its hooks do by default."""
+"""`TrainingModule`: the base class of modules that the Trainer trains, with the default hooks."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         """Called before a training batch; -1, on any rank, ends the epoch on all without this batch.
 
-        With several ranks, a module that defines this hook takes an exchange between them for each batch.
+        With several ranks, a module that defines this hook costs an exchange between them for each batch.
         """
         return None
 
@@ -290,9 +290,8 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
             InvalidTypeError, UnknownNameError: when it is not one number, or for another `reduce_fx`.
             ConfigurationError: for options that contradict each other or another call with this name, or that
                 a metric object does not have; in a mean without `batch_size`, if the number of samples is not
-                known (for loaders without automatic batches, and loaders that are not a `DataLoader` or
-                change
-                    its batches).
+                    known (for loaders without automatic batches, and loaders that are not a `DataLoader` or
+                    change its batches).
             LifecycleError: outside of the loops of a trainer, in prediction, and after the epoch's end.
         """
         check_choice("enable_graph", enable_graph, (False,))
@@ -472,7 +471,7 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
         Collective: every rank must call this, in the same order.
 
         Args:
-            data: a tensor of shape `(*)`, a number or an array, or these in nested containers.
+            data: a tensor of shape `(*)`, a number or an array, or nested containers of these.
             group: the process group to gather from; by default all ranks.
             sync_grads: whether gradients flow back to the rank that a slice came from.
 
@@ -495,7 +494,7 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
 
 
 def no_module(model: Any) -> InvalidTypeError:
-    """Return the error for what is given in place of a `TrainingModule`."""
+    """Return the error for an object that is not a `TrainingModule`."""
     is_compiled = type(model).__name__ == "OptimizedModule"
     remedy = "for torch.compile(model): model.compile(), and fit(model)" if is_compiled else ""
     expected = "an instance of TrainingModule"

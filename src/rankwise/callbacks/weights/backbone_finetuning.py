@@ -31,7 +31,7 @@ class BackboneFinetuning(BaseFinetuning):
 
     Args:
         unfreeze_backbone_at_epoch: the first epoch in which the backbone is trained.
-        lambda_func: gets the number of an epoch; returns by what the backbone's learning rate is multiplied.
+        lambda_func: gets the number of an epoch; returns the factor for the backbone's learning rate.
         backbone_initial_ratio_lr: the backbone's first learning rate, as a part of the first group's.
         backbone_initial_lr: the first learning rate itself, instead.
         should_align: the backbone's learning rate stops at the first group's.

@@ -21,13 +21,13 @@ Modules = nn.Module | Iterable[nn.Module]
 class BaseFinetuning(Callback):
     """Base class: override `freeze_before_training` and `finetune_function`.
 
-    What is trained is part of checkpoints: a run that continues trains the same parameters, and the same
+    Checkpoints record which parameters are trained: a run that continues trains the same ones, and the same
     layers of batch normalisation update their statistics.
     """
 
     def __init__(self) -> None:
         self._trained: list[str] | None = None  # the names of the trained parameters
-        self._tracking: list[str] | None = None  # those of the layers that update their statistics
+        self._tracking: list[str] | None = None  # the names of the layers that update their statistics
 
     def freeze_before_training(self, module: TrainingModule) -> None:
         """Freeze parts of the module, before it is moved to its device."""

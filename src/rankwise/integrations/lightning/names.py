@@ -69,7 +69,7 @@ def create_strategy(given: DDPStrategy | str, arguments: dict[str, Any]) -> DDPS
 
 
 def _options_of_own_loops(strategy: DDPStrategy) -> dict[str, str]:
-    """Return the options that were given and have no effect here, each with what to write instead."""
+    """Return the given options that have no effect here, each with the remedy."""
     gradients, own = strategy.gradients, "leave it out; it needs rankwise's Trainer."
     there = "give it to Lightning: Trainer("
     finds_unused = bool(strategy.ddp_kwargs.get("find_unused_parameters"))
