@@ -50,7 +50,7 @@ class JobSpec:
     environ: dict[str, str] | None = None  # of the launching process, where the worker does not inherit it
 
     def set_up_process(self, own_variables: Mapping[str, str]) -> None:
-        """Set state that this process does not inherit; `own_variables` of its environment take precedence."""
+        """Set the state that this process does not inherit; `own_variables` override its environment."""
         multiprocessing.set_start_method(self.start_method, force=True)
         if self.environ is not None:
             os.environ.clear()
