@@ -46,7 +46,7 @@ SUBJECTS = {
 """What each folder (or file, such as `registry.py`) is for."""
 
 BASICS = (
-    *("start", "lazy_names", "limited_call", "errors", "ranks", "seed"),
+    *("start", "lazy_names", "limited_call", "errors", "checks", "ranks", "seed"),
     *("named_options", "nested", "hyperparameters", "paths", "torch_internals"),
 )
 NOT_DRAWN = (*BASICS, "__init__", "__main__")

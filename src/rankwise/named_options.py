@@ -1,4 +1,4 @@
-"""`NameTable`, the base of the registries; names with options, as in `"name:option=value"`; checks."""
+"""`NameTable`, the base of the registries; names with options, as in `"name:option=value"`."""
 
 from __future__ import annotations
 
@@ -6,20 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
-from rankwise.errors import DuplicateNameError, InvalidTypeError, UnknownNameError
+from rankwise.checks import check_is_a
+from rankwise.errors import DuplicateNameError, InvalidTypeError
 
-__all__ = [
-    "USE_OWN_CLASS",
-    "NameTable",
-    "check_is_a",
-    "check_name",
-    "is_lightnings_own",
-    "lightning_base",
-    "split_options",
-]
-
-USE_OWN_CLASS = "use rankwise's class of that name: import rankwise.lightning as pl."
-"""The remedy for an object of a class that comes with Lightning."""
+__all__ = ["NameTable", "split_options"]
 
 Entry = TypeVar("Entry", bound=Any)
 
@@ -50,8 +40,7 @@ class NameTable(ABC, Generic[Entry]):
             InvalidTypeError: when the name is not a string.
             UnknownNameError: when it is not registered.
         """
-        if not isinstance(name, str):
-            raise InvalidTypeError(argument=self.argument, value=name, expected="a name")
+        check_is_a(self.argument, name, str, "a name")
         return self._entries[name.lower()] if name in self else self._find_unregistered(name)
 
     __getitem__ = entry
@@ -83,46 +72,12 @@ class NameTable(ABC, Generic[Entry]):
         return f"{self.title}({', '.join(self)})"
 
 
-def check_is_a(name: str, value: Any, kinds: Any, expected: str = "", remedy: str = "") -> None:
-    """Raise `InvalidTypeError` unless `value` is an instance of `kinds`; a bool is not a number."""
-    kinds = kinds if isinstance(kinds, tuple) else (kinds,)
-    if isinstance(value, kinds) and not (isinstance(value, bool) and bool not in kinds):
-        return
-    if isinstance(value, type) and issubclass(value, kinds):
-        remedy = remedy or f"make an instance of it: {value.__name__}()"
-    if is_lightnings_own(type(value)):
-        remedy = remedy or USE_OWN_CLASS
-    expected = expected or f"an instance of {kinds[0].__name__}"
-    raise InvalidTypeError(argument=name, value=value, expected=expected, remedy=remedy)
-
-
-def is_lightnings_own(kind: type) -> bool:
-    """Return whether a class is defined in the packages of Lightning, which need not be installed."""
-    return kind.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
-
-
-def lightning_base(kind: type, name: str) -> Any:
-    """Return the class of that name among the bases of `kind` that Lightning defines; None without one."""
-    return next((base for base in kind.__mro__ if base.__name__ == name and is_lightnings_own(base)), None)
-
-
-def check_name(argument: str, value: object, names: tuple[str, ...], expected: str = "") -> str:
-    """Return the user's value of an argument in lower case; raise if it is not one of the names."""
-    if not isinstance(value, str):
-        expected = expected or f"one of {', '.join(map(repr, names))}"
-        raise InvalidTypeError(argument=argument, value=value, expected=expected)
-    if value.lower() not in names:
-        raise UnknownNameError(kind=argument, name=value, known=names)
-    return value.lower()
-
-
 _WORDS = {"true": True, "false": False, "none": None}
 
 
-def split_options(argument: str, given: object) -> tuple[str, dict[str, Any]]:
+def split_options(argument: str, given: Any) -> tuple[str, dict[str, Any]]:
     """Return a name and its options; their values are numbers, True, False, None or strings."""
-    if not isinstance(given, str):
-        raise InvalidTypeError(argument=argument, value=given, expected="a name")
+    check_is_a(argument, given, str, "a name")
     name, _, rest = given.partition(":")
     options: dict[str, Any] = {}
     for item in filter(None, (part.strip() for part in rest.split(","))):

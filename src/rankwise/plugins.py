@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
+from rankwise.checks import as_list, check_is_a
 from rankwise.compatibility.lightning_environments import LightningClusterEnvironment
 from rankwise.environments import ClusterEnvironment
 from rankwise.errors import ConfigurationError
-from rankwise.named_options import check_is_a
 from rankwise.precision import Precision, create_precision
 from rankwise.registry import StrategyRegistry
 from rankwise.strategies import Strategy
@@ -76,12 +76,3 @@ def agreed_placement(strategy: Strategy, **given: Any) -> dict[str, Any]:
     """Return the arguments of `bind`: those given, where the strategy's own do not contradict them."""
     own = strategy.process_config
     return {name: agreed_value(name, getattr(own, name), value) for name, value in given.items()}
-
-
-def as_list(name: str, given: Any, kinds: Any, expected: str = "") -> list[Any]:
-    """Return the items of an argument that is one object or a sequence of them; None for none of them."""
-    is_several = isinstance(given, Sequence) and not isinstance(given, str)
-    items = [] if given is None else list(given) if is_several else [given]
-    for item in items:
-        check_is_a(name, item, kinds, expected or f"an instance of {kinds.__name__}, or a list of them")
-    return items

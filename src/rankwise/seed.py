@@ -18,6 +18,7 @@ from typing import Any, SupportsIndex, final
 import torch
 
 from rankwise import ranks, start
+from rankwise.checks import check_is_a, check_value
 from rankwise.errors import InvalidArgumentError, InvalidTypeError
 
 __all__ = [
@@ -66,8 +67,7 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
         InvalidArgumentError: if `seed`, or `PL_GLOBAL_SEED`, is out of range.
     """
     for name, flag in (("workers", workers), ("verbose", verbose)):
-        if not isinstance(flag, bool):
-            raise InvalidTypeError(argument=name, value=flag, expected="True or False")
+        check_is_a(name, flag, bool, "True or False")
     seed = _checked("seed", _default_seed() if seed is None else seed)
     if verbose:
         _log.info("The seed is %d.", seed)
@@ -96,8 +96,7 @@ def _checked(name: str, seed: Any) -> int:
     if isinstance(seed, bool) or not isinstance(seed, SupportsIndex):
         raise InvalidTypeError(argument=name, value=seed, expected="a whole number")
     number = operator.index(seed)
-    if not 0 <= number <= _HIGHEST:
-        raise InvalidArgumentError(argument=name, value=seed, expected=_RANGE)
+    check_value(name, seed, 0 <= number <= _HIGHEST, _RANGE)
     return number
 
 

@@ -13,6 +13,7 @@ ORDER = (
     "lazy_names",
     "limited_call",
     "errors",
+    "checks",
     "ranks",
     "seed",
     "named_options",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from rankwise.errors import ConfigurationError, InvalidArgumentError, nearest
+from rankwise.checks import check_choice
+from rankwise.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -174,8 +175,7 @@ class MonitoringCallback(Callback):
     epoch_end_argument = "at_epoch_end"
 
     def __init__(self, monitor: str | None, mode: str, at_epoch_end: bool | None = None) -> None:
-        if mode not in ("min", "max"):
-            raise InvalidArgumentError(argument="mode", value=mode, expected="'min' or 'max'")
+        check_choice("mode", mode, ("min", "max"))
         self.monitor = monitor
         self.mode = mode
         self._at_epoch_end = at_epoch_end

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankwise import ranks
 from rankwise.callbacks.base import MonitoringCallback
-from rankwise.errors import InvalidArgumentError
+from rankwise.checks import check_minimum
 
 if TYPE_CHECKING:
     from rankwise.trainer import Trainer, TrainingModule
@@ -67,10 +67,8 @@ class EarlyStopping(MonitoringCallback):
         log_rank_zero_only: bool = False,
     ) -> None:
         super().__init__(monitor, mode, check_on_train_epoch_end)
-        if patience < 0:
-            raise InvalidArgumentError(argument="patience", value=patience, expected="0 or more")
-        if min_delta < 0:
-            raise InvalidArgumentError(argument="min_delta", value=min_delta, expected="0 or more")
+        check_minimum("patience", patience, 0)
+        check_minimum("min_delta", min_delta, 0)
         self.min_delta = min_delta
         self.patience = patience
         self.verbose = verbose

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from rankwise.callbacks.base import Callback
-from rankwise.errors import InvalidTypeError, UnknownArgumentError
+from rankwise.checks import check_callable, check_keywords
 
 _NO_HOOKS = ("check_stage", "state_dict", "load_state_dict")
 
@@ -30,11 +30,8 @@ class LambdaCallback(Callback):
             for name, value in vars(Callback).items()
             if callable(value) and not name.startswith("_") and name not in _NO_HOOKS
         )
+        check_keywords("LambdaCallback", hooks, known)
         for name, function in hooks.items():
-            if name not in known:
-                raise UnknownArgumentError(target="LambdaCallback", name=name, known=known)
-            if function is None:
-                continue
-            if not callable(function):
-                raise InvalidTypeError(argument=name, value=function, expected="a function")
-            setattr(self, name, function)
+            if function is not None:
+                check_callable(name, function)
+                setattr(self, name, function)

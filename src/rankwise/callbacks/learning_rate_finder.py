@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import logging
 import math
 import tempfile
@@ -17,7 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from rankwise.callbacks.base import Callback, PreparingCallback
-from rankwise.errors import ConfigurationError, InvalidArgumentError, MissingExtraError, text_of
+from rankwise.checks import check_installed, check_minimum, check_value
+from rankwise.errors import ConfigurationError, text_of
 from rankwise.ranks import rank_zero_only
 from rankwise.seed import get_random_state, set_random_state
 
@@ -101,8 +101,7 @@ class LearningRateCurve:
 
 
 def _pyplot() -> Any:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise MissingExtraError(package="matplotlib", extra="plot", purpose="LearningRateCurve.plot()")
+    check_installed("matplotlib", "plot", "LearningRateCurve.plot()")
     import matplotlib.pyplot as plt
 
     return plt
@@ -146,16 +145,9 @@ class LearningRateFinder(PreparingCallback):
         update_attr: bool = True,
         attr_name: str = "",
     ) -> None:
-        if mode.lower() not in ("exponential", "linear"):
-            raise InvalidArgumentError(argument="mode", value=mode, expected="'exponential' or 'linear'")
-        if not 0 < min_lr < max_lr:
-            raise InvalidArgumentError(
-                argument="min_lr", value=min_lr, expected=f"more than 0, less than max_lr={max_lr}"
-            )
-        if num_training_steps < 1:
-            raise InvalidArgumentError(
-                argument="num_training_steps", value=num_training_steps, expected="1 or more"
-            )
+        check_value("mode", mode, mode.lower() in ("exponential", "linear"), "'exponential' or 'linear'")
+        check_value("min_lr", min_lr, 0 < min_lr < max_lr, f"more than 0, less than max_lr={max_lr}")
+        check_minimum("num_training_steps", num_training_steps, 1)
         self._range = mode.lower(), float(min_lr), float(max_lr), num_training_steps
         self._early_stop_threshold = early_stop_threshold
         self._update_attr = update_attr

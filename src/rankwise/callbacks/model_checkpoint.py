@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rankwise import ranks
 from rankwise.callbacks.base import MonitoringCallback
+from rankwise.checks import check_choice, check_minimum, check_value
 from rankwise.errors import CheckpointError, ConfigurationError, InvalidArgumentError, InvalidTypeError
 from rankwise.paths import absolute_path, is_last_checkpoint, unused_checkpoint
 from rankwise.processes.signals import StoppedBySignal
@@ -102,8 +103,7 @@ class ModelCheckpoint(MonitoringCallback):
             self.mode = "max"  # the score is then the step
         _check_save_top_k(monitor, save_top_k)
         _check_intervals(every_n_epochs, every_n_train_steps, train_time_interval)
-        if save_last not in (None, True, False, "link"):
-            raise InvalidArgumentError(argument="save_last", value=save_last, expected="a bool or 'link'")
+        check_choice("save_last", save_last, (None, True, False, "link"), "a bool or 'link'")
         self.chosen_dirpath = None if dirpath is None else absolute_path(dirpath)
         self.dirpath = self.chosen_dirpath
         self.filename = filename or "{epoch}-{step}"
@@ -423,10 +423,7 @@ def _filled_in(template: str, values: Mapping[str, float], *, has_names: bool = 
 
 
 def _check_save_top_k(monitor: str | None, save_top_k: int) -> None:
-    if save_top_k < -1:
-        raise InvalidArgumentError(
-            argument="save_top_k", value=save_top_k, expected="-1 (all), 0 (none) or a number of files"
-        )
+    check_minimum("save_top_k", save_top_k, -1, "-1 (all), 0 (none) or a number of files")
     if monitor is None and save_top_k > 1:
         raise ConfigurationError(
             message=f"ModelCheckpoint(save_top_k={save_top_k}) has no monitor that ranks checkpoints.",
@@ -437,8 +434,7 @@ def _check_save_top_k(monitor: str | None, save_top_k: int) -> None:
 def _check_intervals(every_n_epochs: int | None, every_n_train_steps: int | None, time_interval: Any) -> None:
     intervals = {"every_n_epochs": every_n_epochs, "every_n_train_steps": every_n_train_steps}
     for name, value in intervals.items():
-        if value is not None and value < 0:
-            raise InvalidArgumentError(argument=name, value=value, expected="1 or more, or 0 for never")
+        check_value(name, value, value is None or value >= 0, "1 or more, or 0 for never")
     if time_interval is not None and not isinstance(time_interval, timedelta):
         raise InvalidTypeError(argument="train_time_interval", value=time_interval, expected="a timedelta")
     given = {

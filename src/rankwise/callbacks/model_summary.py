@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from rankwise.callbacks.base import Callback
-from rankwise.errors import InvalidArgumentError
+from rankwise.checks import check_minimum
 
 if TYPE_CHECKING:
     from rankwise.trainer import Trainer, TrainingModule
@@ -30,8 +30,7 @@ class ModelSummary(Callback):
     """
 
     def __init__(self, max_depth: int = 1) -> None:
-        if max_depth < -1:
-            raise InvalidArgumentError(argument="max_depth", value=max_depth, expected="-1 (all) or more")
+        check_minimum("max_depth", max_depth, -1, "-1 (all) or more")
         self.max_depth = max_depth
 
     def on_fit_start(self, trainer: Trainer, module: TrainingModule) -> None:

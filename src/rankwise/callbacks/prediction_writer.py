@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rankwise.callbacks.base import Callback
-from rankwise.errors import InvalidArgumentError
+from rankwise.checks import check_choice
 from rankwise.nested import to_device
 
 if TYPE_CHECKING:
@@ -29,9 +29,7 @@ class BasePredictionWriter(Callback):
     """
 
     def __init__(self, write_interval: str = "batch") -> None:
-        if write_interval not in _INTERVALS:
-            expected = " or ".join(map(repr, _INTERVALS))
-            raise InvalidArgumentError(argument="write_interval", value=write_interval, expected=expected)
+        check_choice("write_interval", write_interval, _INTERVALS, " or ".join(map(repr, _INTERVALS)))
         self.write_interval = write_interval
         self._predictions: list[list[Any]] = []
         self._indices: list[list[list[int] | None]] = []

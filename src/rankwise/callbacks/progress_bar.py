@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, final
 
 from rankwise.callbacks.base import Callback
-from rankwise.errors import InvalidArgumentError, MissingExtraError
+from rankwise.checks import check_installed, check_minimum
 
 if TYPE_CHECKING:
     from rankwise.trainer import Trainer, TrainingModule
@@ -37,8 +37,7 @@ class ProgressBar(Callback):
     """
 
     def __init__(self, refresh_rate: int = 1, leave: bool = False) -> None:
-        if refresh_rate < 1:
-            raise InvalidArgumentError(argument="refresh_rate", value=refresh_rate, expected="1 or more")
+        check_minimum("refresh_rate", refresh_rate, 1)
         self.refresh_rate = refresh_rate
         self.leave = leave
         self._hidden: dict[int, int] = {}  # batches that a bar does not show yet, by its id
@@ -252,13 +251,9 @@ class TQDMProgressBar(ProgressBar):
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
         super().__init__(refresh_rate, leave)
-        if process_position < 0:
-            raise InvalidArgumentError(
-                argument="process_position", value=process_position, expected="0 or more"
-            )
+        check_minimum("process_position", process_position, 0)
         self.process_position = process_position
-        if not self.is_available():
-            raise MissingExtraError(package="tqdm", extra="progress", purpose="The progress bar")
+        check_installed("tqdm", "progress", "The progress bar")
 
     @staticmethod
     def is_available() -> bool:

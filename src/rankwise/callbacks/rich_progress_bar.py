@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 from rankwise.callbacks.progress_bar import ProgressBar, clock, is_started_process
-from rankwise.errors import MissingExtraError
+from rankwise.checks import check_installed
 
 if TYPE_CHECKING:
     from rankwise.trainer import Trainer, TrainingModule
@@ -72,8 +71,7 @@ class RichProgressBar(ProgressBar):
         console_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(refresh_rate, leave)
-        if importlib.util.find_spec("rich") is None:
-            raise MissingExtraError(package="rich", extra="rich", purpose="RichProgressBar")
+        check_installed("rich", "rich", "RichProgressBar")
         self.theme = theme
         self.console_kwargs = dict(console_kwargs or {})
         self._display: Any = None  # rich.progress.Progress, which shows all bars

@@ -9,7 +9,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, final
 
 from rankwise.callbacks.base import Callback
-from rankwise.errors import InvalidArgumentError, InvalidTypeError
+from rankwise.checks import check_choice, check_is_a, check_minimum
+from rankwise.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from rankwise.trainer import Trainer, TrainingModule
@@ -33,8 +34,7 @@ class Timer(Callback):
     """
 
     def __init__(self, duration: Any = None, interval: str = "step") -> None:
-        if interval not in ("step", "epoch"):
-            raise InvalidArgumentError(argument="interval", value=interval, expected="'step' or 'epoch'")
+        check_choice("interval", interval, ("step", "epoch"))
         self.duration = None if duration is None else parse_duration("max_time", duration)
         self.interval = interval
         self._before = 0.0
@@ -101,8 +101,7 @@ def parse_duration(argument: str, given: Any) -> timedelta:
             given = timedelta(**given)
         except TypeError:
             raise InvalidArgumentError(argument=argument, value=given, expected=_EXPECTED) from None
-    if not isinstance(given, timedelta):
-        raise InvalidTypeError(argument=argument, value=given, expected=_EXPECTED)
-    if given < timedelta(0):
-        raise InvalidArgumentError(argument=argument, value=given, expected="no negative duration")
-    return given
+    check_is_a(argument, given, timedelta, _EXPECTED)
+    duration: timedelta = given
+    check_minimum(argument, duration, timedelta(0), "no negative duration")
+    return duration

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rankwise.checkpoint.base import CheckpointIO, as_checkpoint_error
 from rankwise.checkpoint.torch_io import TorchCheckpointIO
-from rankwise.errors import InvalidArgumentError, InvalidTypeError
+from rankwise.checks import check_is_a, check_minimum
 from rankwise.nested import map_nested
 
 
@@ -45,10 +45,8 @@ class AsyncCheckpointIO(CheckpointIO):
 
     def __init__(self, wrapped: CheckpointIO | None = None, *, max_pending: int = 2) -> None:
         self.wrapped: CheckpointIO = TorchCheckpointIO() if wrapped is None else wrapped
-        if not isinstance(self.wrapped, CheckpointIO):
-            raise InvalidTypeError(argument="wrapped", value=wrapped, expected="an instance of CheckpointIO")
-        if max_pending < 1:
-            raise InvalidArgumentError(argument="max_pending", value=max_pending, expected="1 or more")
+        check_is_a("wrapped", self.wrapped, CheckpointIO)
+        check_minimum("max_pending", max_pending, 1)
         self.max_pending = max_pending
         self._notify: Callable[[bool], object] = lambda is_saving: None
         self._reset()

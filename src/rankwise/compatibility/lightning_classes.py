@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
+from rankwise.checks import USE_OWN_CLASS, is_lightnings_own, lightning_base
 from rankwise.errors import ConfigurationError, text_of
 from rankwise.hyperparameters import record_of_lightning
-from rankwise.named_options import USE_OWN_CLASS, is_lightnings_own, lightning_base
 
 _OF_CONSTRUCTOR = ("hparams", "hparams_initial", "save_hyperparameters", "load_from_checkpoint")
 # What stays Lightning's: it reads what a constructor has set, and uses no trainer.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from rankwise.checks import check_is_a
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError
 from rankwise.fabric.module import FabricModule
-from rankwise.named_options import check_is_a
 from rankwise.strategies import Strategy
 
 

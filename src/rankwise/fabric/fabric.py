@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from rankwise.checks import as_list, check_is_a
 from rankwise.compatibility.names import FABRIC_ATTRIBUTES, missing_attributes
 from rankwise.errors import (
     ConfigurationError,
@@ -30,8 +31,7 @@ from rankwise.fabric.process import FabricProcess
 from rankwise.gradient_sync import GradientSyncMode
 from rankwise.loggers import Logger
 from rankwise.loggers.base import finalize_all, numbers
-from rankwise.named_options import check_is_a
-from rankwise.plugins import agreed_placement, as_list, collect_plugins, collect_strategy
+from rankwise.plugins import agreed_placement, collect_plugins, collect_strategy
 from rankwise.precision import Precision, configured_optimizers
 from rankwise.process_group.after_failure import collectives_refused_after_failure
 from rankwise.seed import given_seed, seed_everything

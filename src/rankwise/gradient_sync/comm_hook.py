@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from rankwise.checks import check_callable, check_name
 from rankwise.environments import TorchElasticEnvironment
 from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.gradient_sync.hook_registry import (
@@ -25,7 +26,7 @@ from rankwise.gradient_sync.hook_registry import (
     check_hook,
     powersgd_hook,
 )
-from rankwise.named_options import check_name, split_options
+from rankwise.named_options import split_options
 
 Wrapper = Callable[[Hook], Hook]
 
@@ -163,16 +164,14 @@ def _refuse_batched_powersgd(hook: Hook) -> None:
         )
 
 
-def _check_wrapper(wrapper: object) -> Wrapper | None:
+def _check_wrapper(wrapper: Any) -> Wrapper | None:
     if wrapper is None:
         return None
     if isinstance(wrapper, str):
         return partial(CastHook, _WRAPPERS[check_name("comm_wrapper", wrapper, tuple(_WRAPPERS))])
-    if not callable(wrapper):
-        raise InvalidTypeError(
-            argument="comm_wrapper", value=wrapper, expected="a name, or a function from a hook to a hook"
-        )
-    return wrapper
+    check_callable("comm_wrapper", wrapper, "a name, or a function from a hook to a hook")
+    given: Wrapper = wrapper
+    return given
 
 
 def register_ddp_comm_hook(

@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rankwise.checks import check_keywords, check_value
 from rankwise.errors import (
     ConfigurationError,
-    InvalidArgumentError,
     InvalidTypeError,
     MissingExtraError,
-    UnknownArgumentError,
     UnknownNameError,
 )
 from rankwise.named_options import NameTable
@@ -57,9 +56,8 @@ class NamedHook(NamedTuple):
         """Raise for options that `make_state` does not take, or `check` refuses."""
         parameters = {} if self.make_state is None else inspect.signature(self.make_state).parameters
         known = tuple(parameters)[1:]
-        unknown = [option for option in options if option not in known]
-        if unknown and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-            raise UnknownArgumentError(target=f"comm_hook {name!r}", name=unknown[0], known=known)
+        if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            check_keywords(f"comm_hook {name!r}", options, known)
         if self.check is not None:
             self.check(**options)
 
@@ -103,11 +101,7 @@ class _Registry(NameTable[NamedHook]):
         self._entries[key] = NamedHook(check_hook(hook), make_state, check, description, averages)
 
     def _find_unregistered(self, name: str) -> NamedHook:
-        raise UnknownNameError(
-            kind="comm_hook",
-            name=name,
-            known=tuple(self),
-        )
+        raise UnknownNameError(kind="comm_hook", name=name, known=tuple(self))
 
     get = NameTable[NamedHook].entry
 
@@ -298,9 +292,7 @@ def _make_powersgd_state(place: HookPlace, **options: Any) -> PowerSGDMemory:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
         known = tuple(inspect.signature(PowerSGDState).parameters)[1:]
-        for option in options:
-            if option not in known:
-                raise UnknownArgumentError(target="comm_hook 'powersgd'", name=option, known=known)
+        check_keywords("comm_hook 'powersgd'", options, known)
         return PowerSGDMemory(PowerSGDState(place.process_group, **options))
     except ImportError:
         raise MissingExtraError(package="numpy", extra="powersgd", purpose="PowerSGD") from None
@@ -308,8 +300,7 @@ def _make_powersgd_state(place: HookPlace, **options: Any) -> PowerSGDMemory:
 
 def _check_powersgd(**options: Any) -> None:
     rank = options.get("matrix_approximation_rank", 1)
-    if not isinstance(rank, int) or rank < 1:
-        raise InvalidArgumentError(argument="matrix_approximation_rank", value=rank, expected="1 or more")
+    check_value("matrix_approximation_rank", rank, isinstance(rank, int) and rank >= 1, "1 or more")
     try:
         _make_powersgd_state(HookPlace(None, 1), **options)
     except (ValueError, TypeError) as error:
@@ -352,8 +343,8 @@ def _subgroup(place: HookPlace, size: int | None) -> Any:
 def _check_local_sgd(**options: Any) -> None:
     for name, smallest in (("start_localSGD_iter", 0), ("subgroup_size", 1)):
         value = options.get(name)
-        if value is not None and (not isinstance(value, int) or value < smallest):
-            raise InvalidArgumentError(argument=name, value=value, expected=f"{smallest} or more")
+        is_valid = value is None or (isinstance(value, int) and value >= smallest)
+        check_value(name, value, is_valid, f"{smallest} or more")
 
 
 def _local_sgd_hook(state: Any, bucket: Any) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any, final
 
-from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError
+from rankwise.checks import check_name, check_value
+from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.gradient_sync.comm_hook import CommHook
-from rankwise.named_options import check_name
 
 WEIGHTINGS = ("samples", "logged")
 
@@ -49,8 +49,7 @@ def check_period(period: Any, hook: CommHook | None) -> int | None:
     """Return the period of model averaging; refuse other values, and other hooks than post-local SGD."""
     if period is not None and (isinstance(period, bool) or not isinstance(period, int)):
         raise InvalidTypeError(argument="model_averaging_period", value=period, expected="a number of steps")
-    if period is not None and period < 1:
-        raise InvalidArgumentError(argument="model_averaging_period", value=period, expected="1 or more")
+    check_value("model_averaging_period", period, period is None or period >= 1, "1 or more")
     if (period is None) == (hook is not None and hook.is_local_sgd):
         raise ConfigurationError(
             message="model_averaging_period is needed for post-local SGD, and for nothing else.",

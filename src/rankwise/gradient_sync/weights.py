@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rankwise.errors import ConfigurationError, InvalidArgumentError, ProcessGroupError
+from rankwise.checks import check_value
+from rankwise.errors import ConfigurationError, ProcessGroupError
 from rankwise.gradient_sync.buckets import FULL_PRECISION, FlatGradients, mean_over_ranks
 from rankwise.gradient_sync.hook_registry import averaged
 from rankwise.gradient_sync.parameters import trained_parameters
@@ -53,8 +54,7 @@ class WeightUnit:
     def counted(self, weight: Any) -> float:
         """Return a weight in units; collective for the first of bounded weights."""
         number = float(weight)
-        if not math.isfinite(number) or number < 0:
-            raise InvalidArgumentError(argument="weight", value=number, expected="a finite number from 0 on")
+        check_value("weight", number, math.isfinite(number) and number >= 0, "a finite number from 0 on")
         if self.is_bounded and self._size is None:
             mean = mean_over_ranks(number, self.group)
             self._size = _power_of_two(mean) if mean else None

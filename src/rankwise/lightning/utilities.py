@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from rankwise.callbacks import ModelSummary
+from rankwise.checks import check_value
 from rankwise.data import CombinedLoader
-from rankwise.errors import InvalidArgumentError
 from rankwise.hyperparameters import AttributeDict
 from rankwise.lightning._modules import complete_module
 from rankwise.nested import to_device as move_data_to_device
@@ -60,8 +60,7 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
         InvalidArgumentError: if `norm_type` is not a positive number, or `"inf"`.
     """
     kind = float(norm_type)
-    if not kind > 0:
-        raise InvalidArgumentError(argument="norm_type", value=norm_type, expected="more than 0, or 'inf'")
+    check_value("norm_type", norm_type, kind > 0, "more than 0, or 'inf'")
     gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
     norms = {f"grad_{kind}_norm{group_separator}{name}": grad.norm(kind) for name, grad in gradients.items()}
     return norms and {**norms, f"grad_{kind}_norm_total": torch.stack([*norms.values()]).norm(kind)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 from torch import Tensor
 
 from rankwise import ranks
-from rankwise.errors import MissingExtraError, text_of
+from rankwise.errors import text_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -179,13 +178,6 @@ def finalize_all(loggers: Iterable[Logger], status: str) -> None:
         _log.warning("A logger could not be finalized: %s", text_of(each))
     if status == "success" and errors:
         raise errors[0]
-
-
-def require(package: str, logger: str) -> None:
-    """Raise MissingExtraError unless the package of a logger is installed; imports nothing."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:  # a folder of runs looks like a package without files
-        raise MissingExtraError(package=package, extra=package, purpose=logger)
 
 
 def numbers(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:

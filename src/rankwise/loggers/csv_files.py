@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from rankwise.errors import InvalidArgumentError
+from rankwise.checks import check_minimum
 from rankwise.loggers.base import numbers, rank_zero_experiment
 from rankwise.loggers.hyper_parameters import HyperParameters, nested_parameters
 from rankwise.loggers.run_folder import RunFolderLogger
@@ -78,10 +78,7 @@ class CSVLogger(RunFolderLogger):
         flush_logs_every_n_steps: int = 100,
     ) -> None:
         super().__init__(save_dir, name, version, prefix)
-        if flush_logs_every_n_steps < 1:
-            raise InvalidArgumentError(
-                argument="flush_logs_every_n_steps", value=flush_logs_every_n_steps, expected="1 or more"
-            )
+        check_minimum("flush_logs_every_n_steps", flush_logs_every_n_steps, 1)
         self._flush_every = flush_logs_every_n_steps
         self._lines: list[dict[str, float]] = []
 

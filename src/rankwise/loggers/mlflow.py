@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, final
 from urllib.parse import unquote, urlparse
 
+from rankwise.checks import check_installed
 from rankwise.errors import ConfigurationError
-from rankwise.loggers.base import Logger, numbers, rank_zero_experiment, require
+from rankwise.loggers.base import Logger, numbers, rank_zero_experiment
 from rankwise.loggers.hyper_parameters import HyperParameters, flat_parameters
 from rankwise.loggers.images import image_array
 from rankwise.paths import absolute_path
@@ -59,7 +60,7 @@ class MLFlowLogger(Logger):
         run_id: str | None = None,
         synchronous: bool | None = None,
     ) -> None:
-        require("mlflow", "MLFlowLogger")
+        check_installed("mlflow", "mlflow", "MLFlowLogger")
         if log_model:
             raise ConfigurationError(
                 message=f"MLFlowLogger(log_model={log_model!r}) would upload no checkpoint.",

@@ -10,7 +10,8 @@ from typing import Any, final
 
 from torch import nn
 
-from rankwise.loggers.base import numbers, rank_zero_experiment, require
+from rankwise.checks import check_installed
+from rankwise.loggers.base import numbers, rank_zero_experiment
 from rankwise.loggers.hyper_parameters import HyperParameters, flat_parameters
 from rankwise.loggers.images import image_array
 from rankwise.loggers.run_folder import RunFolderLogger
@@ -49,7 +50,7 @@ class TensorBoardLogger(RunFolderLogger):
         sub_dir: str | os.PathLike[str] | None = None,
         **writer_options: Any,
     ) -> None:
-        require("tensorboard", "TensorBoardLogger")
+        check_installed("tensorboard", "tensorboard", "TensorBoardLogger")
         super().__init__(save_dir, name, version, prefix)
         self._log_graph = log_graph
         self._default_hp_metric = default_hp_metric

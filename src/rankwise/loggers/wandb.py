@@ -15,8 +15,9 @@ from typing import Any, final
 
 from torch import nn
 
+from rankwise.checks import check_installed
 from rankwise.errors import ConfigurationError
-from rankwise.loggers.base import Logger, numbers, rank_zero_experiment, require
+from rankwise.loggers.base import Logger, numbers, rank_zero_experiment
 from rankwise.loggers.hyper_parameters import HyperParameters, nested_parameters
 from rankwise.paths import absolute_path
 from rankwise.ranks import rank_zero_only
@@ -69,7 +70,7 @@ class WandbLogger(Logger):
         prefix: str = "",
         **init_options: Any,
     ) -> None:
-        require("wandb", "WandbLogger")
+        check_installed("wandb", "wandb", "WandbLogger")
         _check_arguments(version, id, init_options, offline=offline, log_model=log_model)
         self._save_dir = absolute_path(save_dir if dir is None else dir)
         self._project = project or os.environ.get("WANDB_PROJECT", "rankwise_logs")

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from rankwise.errors import ConfigurationError, InvalidArgumentError, UnknownArgumentError
+from rankwise.checks import check_keywords, check_value
+from rankwise.errors import ConfigurationError
 from rankwise.precision.base import DtypePrecision, gradient_values
 from rankwise.torch_internals import LOSS_SCALING, check_torch
 
@@ -42,11 +43,10 @@ class ScaledPrecision(DtypePrecision):
 
     def __init__(self, name: str, **scaler: Any) -> None:
         super().__init__(name)
-        if scaler and not self.scales_loss:
-            target = f"precision {name!r}, which scales nothing,"
-            raise UnknownArgumentError(target=target, name=next(iter(scaler)), known=())
         if self.scales_loss:
             check_torch(LOSS_SCALING)
+        else:
+            check_keywords(f"precision {name!r}, which scales nothing,", scaler, ())
         self._options = _checked({**self.scaler_defaults, **scaler})
         self._scaler: torch.amp.GradScaler | None = None
         self._state: dict[str, Any] = {}
@@ -184,13 +184,10 @@ class ScaledPrecision(DtypePrecision):
 
 
 def _checked(options: dict[str, Any]) -> dict[str, Any]:
+    check_keywords("a loss scale", options, _BOUNDS)
     for name, value in options.items():
-        if name not in _BOUNDS:
-            raise UnknownArgumentError(target="a loss scale", name=name, known=tuple(_BOUNDS))
         low, high = _BOUNDS[name]
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        is_kind = is_number and (name != "growth_interval" or isinstance(value, int))
-        if not is_kind or not low < value < high:
-            expected = f"a {'whole ' if name == 'growth_interval' else ''}number between {low:g} and {high:g}"
-            raise InvalidArgumentError(argument=name, value=value, expected=expected)
+        kinds, kind = (int, "whole number") if name == "growth_interval" else ((int, float), "number")
+        is_valid = isinstance(value, kinds) and not isinstance(value, bool) and low < value < high
+        check_value(name, value, is_valid, f"a {kind} between {low:g} and {high:g}")
     return options

@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from rankwise.checks import check_is_a, check_keywords
 from rankwise.environments.network import LOOPBACK_INTERFACE
 from rankwise.errors import (
     ConfigurationError,
-    InvalidTypeError,
     ProcessGroupError,
-    UnknownArgumentError,
     UnknownNameError,
 )
 from rankwise.process_group.authentication import (
@@ -123,12 +122,10 @@ def init_process_group(
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
+    own = inspect.signature(init_process_group).parameters
     known = set(inspect.signature(dist.init_process_group).parameters) - set(_NOT_OPTIONS)
-    for name in options:
-        if name not in known:
-            own = inspect.signature(init_process_group).parameters
-            known |= {each.name for each in own.values() if each.kind is not each.VAR_KEYWORD}
-            raise UnknownArgumentError(target="init_process_group()", name=name, known=tuple(known))
+    known |= {each.name for each in own.values() if each.kind is not each.VAR_KEYWORD}
+    check_keywords("init_process_group()", options, known)
 
 
 def _ranks_in(environment: ClusterEnvironment, global_rank: int | None, world_size: int | None) -> RankInfo:
@@ -309,7 +306,7 @@ def _open_environment_store(
     return seal(part, job_key_of_environment())
 
 
-def check_backend(name: object) -> str:
+def check_backend(name: Any) -> str:
     """Return a back end's name in torch's spelling.
 
     Raises:
@@ -317,11 +314,8 @@ def check_backend(name: object) -> str:
         UnknownNameError: when the name is neither built into torch nor registered as a plug-in.
         ConfigurationError: when this build of torch lacks the back end.
     """
-    if not isinstance(name, str):
-        raise InvalidTypeError(
-            argument="process_group_backend", value=name, expected="a name, such as 'gloo' or 'nccl'"
-        )
-    spelled = name.lower()
+    check_is_a("process_group_backend", name, str, "a name, such as 'gloo' or 'nccl'")
+    spelled: str = name.lower()
     known = {str(backend).lower() for backend in dist.Backend.backend_list} - {"undefined"} | set(_BACKENDS)
     for part in spelled.split(","):
         backend = part.rpartition(":")[2]  # "cpu:gloo,cuda:nccl" names one for each device type

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rankwise.errors import InvalidArgumentError, PeerAuthenticationError
+from rankwise.checks import check_choice
+from rankwise.errors import PeerAuthenticationError
 from rankwise.process_group.authentication import GroupKey, key_of
 from rankwise.process_group.collectives import (
     broadcast_bytes,
@@ -94,8 +95,7 @@ def gather_object(value: T, dst: int = 0, group: dist.ProcessGroup | None = None
 
 def _ranks_with(rank: int, argument: str, group: dist.ProcessGroup | None) -> list[int]:
     ranks = ranks_of(group)
-    if rank not in ranks:
-        raise InvalidArgumentError(argument=argument, value=rank, expected=f"one of the ranks {ranks}")
+    check_choice(argument, rank, ranks, f"one of the ranks {ranks}")
     return ranks
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rankwise.named_options import check_name
+from rankwise.checks import check_name
 from rankwise.profilers.base import PassThroughProfiler, Profiler
 
 _NAMES = ("simple", "advanced", "pytorch")

@@ -6,6 +6,7 @@ import os
 import time
 from collections import defaultdict
 
+from rankwise.checks import check_choice
 from rankwise.errors import InvalidArgumentError
 from rankwise.profilers.base import Profiler
 
@@ -52,9 +53,7 @@ class SimpleProfiler(Profiler):
 
     def stop(self, action_name: str) -> None:
         end = time.monotonic()
-        if action_name not in self.current_actions:
-            expected = "an action that was started"
-            raise InvalidArgumentError(argument="action_name", value=action_name, expected=expected)
+        check_choice("action_name", action_name, self.current_actions, "an action that was started")
         self.recorded_durations[action_name].append(end - self.current_actions.pop(action_name))
 
     def teardown(self, stage: str | None) -> None:

@@ -20,15 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self
 
 from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
+from rankwise.checks import check_is_a, check_keywords
 from rankwise.compatibility.lightning_environments import GivenEnvironment
 from rankwise.environments import ClusterEnvironment
-from rankwise.errors import LifecycleError, UnknownArgumentError
+from rankwise.errors import LifecycleError
 from rankwise.failures.classify import start_exception_chain
 from rankwise.gradient_sync import GradientSync
 from rankwise.launchers import Launcher
 from rankwise.launchers.context import WorkerContext
 from rankwise.monitoring.heartbeat import OPTIMIZER, report_phase
-from rankwise.named_options import check_is_a
 from rankwise.nested import to_device
 from rankwise.precision import Precision
 from rankwise.process_group import collectives, objects, rank_zero_first
@@ -172,9 +172,8 @@ class Strategy(WithParts, ABC):
         for name in ("process_config", "group_config"):
             config = getattr(self, name)
             setattr(derived, name, dataclasses.replace(config, **take_fields(type(config), changes)))
-        for name in changes:
-            known = (*_PLUGINS, *vars(self.process_config), *vars(self.group_config))
-            raise UnknownArgumentError(target="with_()", name=name, known=known)
+        known = (*_PLUGINS, *vars(self.process_config), *vars(self.group_config))
+        check_keywords("with_()", changes, known)
         return derived
 
     def bind(

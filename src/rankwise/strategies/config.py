@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, final
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from rankwise.checks import check_choice, check_is_a, check_keywords, check_minimum, check_name, check_value
 from rankwise.compatibility.lightning_environments import GivenEnvironment, LightningClusterEnvironment
 from rankwise.environments import ClusterEnvironment
 from rankwise.environments.detect import find_environment
@@ -26,11 +27,9 @@ from rankwise.errors import (
     ConfigurationError,
     InvalidArgumentError,
     InvalidTypeError,
-    UnknownArgumentError,
     UnknownNameError,
     text_of,
 )
-from rankwise.named_options import check_is_a, check_name
 from rankwise.precision import Precision
 from rankwise.process_group import check_backend
 
@@ -205,8 +204,7 @@ def check_devices(devices: Devices) -> int | tuple[int, ...] | None:
     if isinstance(devices, str):
         return _parse_devices(devices)
     given: Any = devices  # what an unchecked program passes
-    if isinstance(given, bytes):  # a sequence of numbers, but not meant as one
-        raise InvalidTypeError(argument="devices", value=devices, expected=_DEVICES)
+    check_value("devices", devices, not isinstance(given, bytes), _DEVICES, error=InvalidTypeError)
     check_is_a("devices", devices, (int, Sequence), _DEVICES)
     return _check_count(devices) if isinstance(devices, int) else _check_indices(devices)
 
@@ -218,16 +216,14 @@ def _parse_devices(text: str) -> int | tuple[int, ...] | None:
         numbers = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         numbers = []
-    if not numbers:
-        raise InvalidArgumentError(argument="devices", value=text, expected=_DEVICES)
+    check_value("devices", text, numbers, _DEVICES)
     return _check_indices(numbers) if "," in text else _check_count(numbers[0])
 
 
 def _check_count(count: int) -> int | None:
     if count == -1:
         return None
-    if count < 1:
-        raise InvalidArgumentError(argument="devices", value=count, expected=_DEVICES)
+    check_minimum("devices", count, 1, _DEVICES)
     return count
 
 
@@ -275,8 +271,7 @@ def check_num_nodes(num_nodes: int | Literal["auto"]) -> int | None:
     if num_nodes == "auto":
         return None
     check_is_a("num_nodes", num_nodes, int, _NODES)
-    if num_nodes < 1:
-        raise InvalidArgumentError(argument="num_nodes", value=num_nodes, expected=_NODES)
+    check_minimum("num_nodes", num_nodes, 1, _NODES)
     return num_nodes
 
 
@@ -328,17 +323,14 @@ def _check_timeout(name: str, value: Any) -> timedelta:
 
 def _check_grace_period(value: Any) -> float:
     check_is_a("grace_period_s", value, (int, float), "a number of seconds")
-    if not 0 <= value <= _LONGEST_S:  # false for NaN
-        expected = f"0 to {_LONGEST_S:g} seconds"
-        raise InvalidArgumentError(argument="grace_period_s", value=value, expected=expected)
+    check_value("grace_period_s", value, 0 <= value <= _LONGEST_S, f"0 to {_LONGEST_S:g} seconds")
     return float(value)
 
 
 def _check_collectives(value: Any) -> bool:
     if value is None:
         value = os.environ.get(_CHECK_VARIABLE, "")
-        if value not in _CHECK_VALUES:
-            raise InvalidArgumentError(argument=_CHECK_VARIABLE, value=value, expected="1 or 0")
+        check_choice(_CHECK_VARIABLE, value, _CHECK_VALUES, "1 or 0")
         return _CHECK_VALUES[value]
     check_is_a("check_collectives", value, bool, "True, False or None")
     return bool(value)
@@ -367,8 +359,5 @@ def check_ddp_arguments(
     """Return the keywords for `DistributedDataParallel`, as this version of torch takes them."""
     parameters = inspect.signature(DistributedDataParallel.__init__).parameters
     known = tuple(name for name in parameters if name not in _PASSED_BY_STRATEGY)
-    for name in given:
-        if name not in known:
-            own = inspect.getfullargspec(constructor).kwonlyargs
-            raise UnknownArgumentError(target=strategy, name=name, known=(*known, *own))
+    check_keywords(strategy, given, (*known, *inspect.getfullargspec(constructor).kwonlyargs))
     return {"find_unused_parameters": False, **given}

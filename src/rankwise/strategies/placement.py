@@ -12,6 +12,7 @@ from typing import Any, final
 
 import torch
 
+from rankwise.checks import check_value
 from rankwise.compatibility.lightning_environments import (
     GivenEnvironment,
     LightningClusterEnvironment,
@@ -36,7 +37,6 @@ from rankwise.environments.slurm import warn_of_unused_tasks
 from rankwise.errors import (
     ConfigurationError,
     EnvironmentVariableError,
-    InvalidArgumentError,
     WorldSizeMismatchError,
 )
 from rankwise.launchers import Launcher
@@ -188,9 +188,7 @@ def local_devices(
         indices = (0,) * (devices or started)  # each rank sees one device of its own
     else:
         indices = tuple(range(devices or started or available))
-    if max(indices) >= available:
-        expected = f"devices that exist: torch sees {available}"
-        raise InvalidArgumentError(argument="devices", value=devices, expected=expected)
+    check_value("devices", devices, max(indices) < available, f"devices that exist: torch sees {available}")
     return [torch.device("cuda", index) for index in indices]
 
 

@@ -10,9 +10,10 @@ from typing import Any, ClassVar, final
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from rankwise.checks import check_value
 from rankwise.environments import ClusterEnvironment
 from rankwise.environments.network import listening_address
-from rankwise.errors import ConfigurationError, InvalidArgumentError, LaunchRefusedError
+from rankwise.errors import ConfigurationError, LaunchRefusedError
 from rankwise.gradient_sync import GradientSync
 from rankwise.launchers import Launcher
 from rankwise.launchers.script_place import can_rerun, script_place
@@ -88,8 +89,8 @@ class DDPElasticStrategy(DDPStrategy):
                 message="ddp_elastic cannot use a private rendezvous: torch's agent has a TCP store.",
                 remedy='leave rendezvous at "auto"; on one node that store listens on loopback only.',
             )
-        if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
-            raise InvalidArgumentError(argument="max_restarts", value=max_restarts, expected="0 or more")
+        is_number = isinstance(max_restarts, int) and not isinstance(max_restarts, bool)
+        check_value("max_restarts", max_restarts, is_number and max_restarts >= 0, "0 or more")
         fewest, most = _parse_node_range(node_range)
         if most > 1 and not (endpoint and run_id):
             raise ConfigurationError(
@@ -127,8 +128,7 @@ def _parse_node_range(node_range: int | str) -> tuple[int, int]:
     words = str(node_range).split(":")
     numbers = [int(word) if word.isdecimal() else 0 for word in words]
     fewest, most = (numbers[0], numbers[-1]) if len(numbers) <= 2 else (0, 0)
-    if not 1 <= fewest <= most:
-        raise InvalidArgumentError(argument="node_range", value=node_range, expected='a number or "min:max"')
+    check_value("node_range", node_range, 1 <= fewest <= most, 'a number or "min:max"')
     return fewest, most
 
 
@@ -200,23 +200,16 @@ class SingleDeviceStrategy(Strategy):
         self, environment: ClusterEnvironment, local_world_size: int, num_nodes: int | None
     ) -> RankInfo:
         for name, count in (("devices", local_world_size), ("num_nodes", num_nodes or environment.num_nodes)):
-            if count != 1:
-                raise InvalidArgumentError(
-                    argument=name,
-                    value=count,
-                    expected="1 with strategy 'single_device'",
-                    remedy='use strategy="ddp" to train on several.',
-                )
+            expected, remedy = "1 with strategy 'single_device'", 'use strategy="ddp" to train on several.'
+            check_value(name, count, count == 1, expected, remedy)
         return RankInfo()
 
     def _create_launcher(self, placement: Placement) -> Launcher:
         world_size = placement.ranks.world_size
-        if world_size != 1:
-            raise InvalidArgumentError(
-                argument="strategy",
-                value="single_device",
-                expected=f"another: {placement.environment.name} has started {world_size} processes",
-                remedy='use strategy="ddp", or start one process. To train in each process by itself: '
-                'SingleDeviceStrategy(cluster_environment="local").',
-            )
+        expected = f"another: {placement.environment.name} has started {world_size} processes"
+        remedy = (
+            'use strategy="ddp", or start one process. To train in each process by itself: '
+            'SingleDeviceStrategy(cluster_environment="local").'
+        )
+        check_value("strategy", "single_device", world_size == 1, expected, remedy)
         return inline_launcher(placement)

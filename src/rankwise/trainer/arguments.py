@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -22,17 +22,17 @@ from rankwise.callbacks import (
     TQDMProgressBar,
 )
 from rankwise.callbacks.timer import parse_duration
+from rankwise.checks import as_list, check_choice, check_is_a, check_value
 from rankwise.compatibility.names import TRAINER_ARGUMENTS
 from rankwise.errors import ConfigurationError, InvalidArgumentError, UnknownArgumentError
 from rankwise.loggers import Logger
-from rankwise.named_options import check_is_a
 from rankwise.paths import absolute_path
-from rankwise.plugins import as_list
 from rankwise.strategies import DDPStrategy
 
 P = ParamSpec("P")
 _Limit = int | float
 _NUMBER = (int, float)
+_FLAG = (True, False)
 _DEFAULT_MAX_EPOCHS = 1000
 _LIMITS = {
     "train": "limit_train_batches",
@@ -42,25 +42,17 @@ _LIMITS = {
 }
 
 
-def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    """Raise InvalidArgumentError unless `value` is one of `choices`."""
-    if value not in choices:
-        raise InvalidArgumentError(argument=name, value=value, expected=" or ".join(map(repr, choices)))
-
-
 def check_weights_only(value: Any) -> None:
     """Refuse checkpoints that are unpickled."""
-    if value not in (None, True):
-        expected = "True or None; for a class that you trust, torch.serialization.add_safe_globals([...])"
-        raise InvalidArgumentError(argument="weights_only", value=value, expected=expected)
+    expected = "True or None; for a class that you trust, torch.serialization.add_safe_globals([...])"
+    check_choice("weights_only", value, (None, True), expected)
 
 
 def _check_number(name: str, value: Any, minimum: int, *, kinds: Any = int, is_endless: bool = False) -> None:
     """Refuse what is not a (whole) number from `minimum` on; with `is_endless`, -1 is allowed too."""
     check_is_a(name, value, kinds, "a whole number" if kinds is int else "a number")
-    if not value >= minimum and not (is_endless and value == -1):
-        extra = ", or -1 for no limit" if is_endless else ""
-        raise InvalidArgumentError(argument=name, value=value, expected=f"{minimum} or more{extra}")
+    is_valid = value >= minimum or (is_endless and value == -1)
+    check_value(name, value, is_valid, f"{minimum} or more{', or -1 for no limit' if is_endless else ''}")
 
 
 def _check_limit(name: str, value: Any, *, is_zero_allowed: bool = True) -> None:
@@ -68,9 +60,8 @@ def _check_limit(name: str, value: Any, *, is_zero_allowed: bool = True) -> None
     if isinstance(value, float) and not 0.0 <= value <= 1.0:
         expected = "a fraction from 0.0 to 1.0, or a whole number of batches"
         raise InvalidArgumentError(argument=name, value=value, expected=expected)
-    if value < 0 or not (value or is_zero_allowed):
-        expected = "0 or more batches" if is_zero_allowed else "more than 0"
-        raise InvalidArgumentError(argument=name, value=value, expected=expected)
+    expected = "0 or more batches" if is_zero_allowed else "more than 0"
+    check_value(name, value, value > 0 or (value == 0 and is_zero_allowed), expected)
 
 
 def _check_interval(name: str, value: Any) -> None:
@@ -78,14 +69,9 @@ def _check_interval(name: str, value: Any) -> None:
         _check_limit(name, value, is_zero_allowed=False)
 
 
-def _check_flag(name: str, value: Any) -> None:
-    check_choice(name, value, (True, False))
-
-
 def _check_is(name: str, value: Any, *, only: Any, reason: str) -> None:
     """Refuse every value but one: the argument is Lightning's, and others have no effect here."""
-    if value != only:
-        raise InvalidArgumentError(argument=name, value=value, expected=f"{only!r}: {reason}")
+    check_value(name, value, value == only, f"{only!r}: {reason}")
 
 
 def _by(
@@ -119,25 +105,25 @@ class TrainerOptions:
     gradient_clip_val: float = field(metadata=_by(_check_number, minimum=0, kinds=_NUMBER, is_optional=True))
     gradient_clip_algorithm: str | None = field(metadata=_by(check_choice, choices=(None, "norm", "value")))
     on_nonfinite: str | None = field(metadata=_by(check_choice, choices=("raise", "skip"), is_optional=True))
-    sync_batchnorm: bool = field(metadata=_by(_check_flag))
+    sync_batchnorm: bool = field(metadata=_by(check_choice, choices=_FLAG))
     deterministic: bool | str = field(
         metadata=_by(check_choice, choices=(True, False, "warn"), default=False)
     )
-    benchmark: bool | None = field(metadata=_by(_check_flag, is_optional=True))
-    detect_anomaly: bool = field(metadata=_by(_check_flag))
-    inference_mode: bool = field(metadata=_by(_check_flag))
-    use_distributed_sampler: bool = field(metadata=_by(_check_flag))
+    benchmark: bool | None = field(metadata=_by(check_choice, choices=_FLAG, is_optional=True))
+    detect_anomaly: bool = field(metadata=_by(check_choice, choices=_FLAG))
+    inference_mode: bool = field(metadata=_by(check_choice, choices=_FLAG))
+    use_distributed_sampler: bool = field(metadata=_by(check_choice, choices=_FLAG))
     reload_dataloaders_every_n_epochs: int = field(metadata=_by(_check_number, minimum=0))
     uneven_inputs: str = field(metadata=_by(check_choice, choices=("error", "truncate", "join")))
     log_every_n_steps: int = field(metadata=_by(_check_number, minimum=1, default=50))
     check_ranks_every_n_steps: int | None = field(metadata=_by(_check_number, minimum=0, is_optional=True))
     default_root_dir: str
-    enable_autolog_hparams: bool = field(metadata=_by(_check_flag))
+    enable_autolog_hparams: bool = field(metadata=_by(check_choice, choices=_FLAG))
     model_registry: None = field(
         metadata=_by(_check_is, only=None, reason="models are in files, as ModelCheckpoint writes them")
     )
     fast_dev_run: int = field(metadata=_by(_check_number, minimum=0))
-    barebones: bool = field(metadata=_by(_check_flag))
+    barebones: bool = field(metadata=_by(check_choice, choices=_FLAG))
 
     def __post_init__(self) -> None:
         self.min_epochs, self.min_steps = self.min_epochs or 0, self.min_steps or 0

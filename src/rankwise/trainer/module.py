@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rankwise import ranks
+from rankwise.checks import check_choice
 from rankwise.errors import InvalidArgumentError, InvalidTypeError, LifecycleError
 from rankwise.hyperparameters import HyperparametersMixin
-from rankwise.trainer.arguments import check_choice
 from rankwise.trainer.data.data_hooks import DataHooks, own_methods, undefined
 from rankwise.trainer.metrics.metric_objects import items_of
 from rankwise.trainer.module_loading import LoadFromCheckpoint, load_from_checkpoint

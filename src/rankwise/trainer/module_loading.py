@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from rankwise import ranks
 from rankwise.checkpoint import TorchCheckpointIO
 from rankwise.checkpoint.base import restored_from
+from rankwise.checks import check_is_a, check_value
 from rankwise.errors import (
     CheckpointError,
     ConfigurationError,
-    InvalidArgumentError,
-    InvalidTypeError,
     MissingExtraError,
     RankwiseError,
     UnknownArgumentError,
@@ -127,14 +126,9 @@ def load_data_module_state(datamodule: Any, checkpoint: Mapping[str, Any], path:
 
 def _read(path: Any, map_location: Any, weights_only: bool | None) -> tuple[str, dict[str, Any]]:
     """Return the path, and the checkpoint there."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise InvalidTypeError(argument="checkpoint_path", value=path, expected="a path")
-    if weights_only is False:
-        raise InvalidArgumentError(
-            argument="weights_only",
-            value=weights_only,
-            expected="True; a class that you trust loads after torch.serialization.add_safe_globals([...])",
-        )
+    check_is_a("checkpoint_path", path, (str, os.PathLike), "a path")
+    expected = "True; a class that you trust loads after torch.serialization.add_safe_globals([...])"
+    check_value("weights_only", weights_only, weights_only is not False, expected)
     found, where = os.fspath(path), _where_saved if map_location is None else map_location
     return found, TorchCheckpointIO().load_checkpoint(found, map_location=where)
 
@@ -256,8 +250,7 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the hyperparameters in a file."""
     file = expanded_path(path)
     readers = {".json": _read_json, ".csv": _read_csv, ".yaml": _read_yaml, ".yml": _read_yaml}
-    if file.suffix.lower() not in readers:
-        raise InvalidArgumentError(argument="hparams_file", value=str(path), expected=f"one of {[*readers]}")
+    check_value("hparams_file", str(path), file.suffix.lower() in readers, f"one of {[*readers]}")
     try:
         found = readers[file.suffix.lower()](file)
     except RankwiseError:

@@ -19,8 +19,9 @@ from rankwise.callbacks import (
     ModelCheckpoint,
     ProgressBar,
 )
+from rankwise.checks import check_value
 from rankwise.compatibility.names import TRAINER_ATTRIBUTES, missing_attributes
-from rankwise.errors import InvalidArgumentError, LifecycleError, MissingAttributeError
+from rankwise.errors import LifecycleError, MissingAttributeError
 from rankwise.trainer.loops.optimizers import OptimizerSet, SchedulerConfig
 from rankwise.trainer.module import TrainingModule
 from rankwise.trainer.state import Progress, StageState, TrainerState, TrainerStatus
@@ -332,9 +333,7 @@ class TrainerProperties:
         Raises:
             InvalidArgumentError: for `empty_init=True`: parameters are always initialised.
         """
-        if empty_init:
-            expected = "None or False: parameters are initialised"
-            raise InvalidArgumentError(argument="empty_init", value=empty_init, expected=expected)
+        check_value("empty_init", empty_init, not empty_init, "None or False: parameters are initialised")
         device = self.strategy.root_device if self.strategy.runs_in_caller else torch.device("cpu")
         with device, self.strategy.precision.module_init_context():
             yield

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any, final
 
 from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint, PreparingCallback
+from rankwise.checks import check_choice
 from rankwise.errors import InvalidArgumentError, LifecycleError
 from rankwise.loggers.base import NoLogger
 from rankwise.monitoring.heartbeat import report_phase
@@ -18,7 +19,7 @@ from rankwise.processes.returned_state import ReturnedState, StateBefore
 from rankwise.processes.signals import StoppedBySignal
 from rankwise.profilers import Profiler, create_profiler
 from rankwise.trainer import arguments
-from rankwise.trainer.arguments import TrainerOptions, check_choice, with_known_keywords
+from rankwise.trainer.arguments import TrainerOptions, with_known_keywords
 from rankwise.trainer.checkpointing import CheckpointFiles, check_hyper_parameters, save_checkpoint
 from rankwise.trainer.consistency import check_can_compare
 from rankwise.trainer.data import DataModule

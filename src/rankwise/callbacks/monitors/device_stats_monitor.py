@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 
 from rankwise.callbacks.monitors.base import LoggingCallback
-from rankwise.errors import MissingExtraError
+from rankwise.checks import check_installed
 
 if TYPE_CHECKING:
     from rankwise.trainer import Trainer, TrainingModule
@@ -36,8 +35,8 @@ class DeviceStatsMonitor(LoggingCallback):
 
     def check_stage(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
         super().check_stage(trainer, module, stage)
-        if stage == "fit" and self._needs_cpu(trainer) and importlib.util.find_spec("psutil") is None:
-            raise MissingExtraError(package="psutil", extra="stats", purpose="DeviceStatsMonitor on CPUs")
+        if stage == "fit" and self._needs_cpu(trainer):
+            check_installed("psutil", "stats", "DeviceStatsMonitor on CPUs")
 
     def _needs_cpu(self, trainer: Trainer) -> bool:
         is_on_cpu = trainer.strategy.root_device.type == "cpu"

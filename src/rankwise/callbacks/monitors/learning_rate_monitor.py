@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from rankwise.callbacks.monitors.base import LoggingCallback
-from rankwise.errors import ConfigurationError, InvalidArgumentError
+from rankwise.checks import check_choice
+from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -51,9 +52,7 @@ class LearningRateMonitor(LoggingCallback):
         log_momentum: bool = False,
         log_weight_decay: bool = False,
     ) -> None:
-        if logging_interval not in (None, "step", "epoch"):
-            expected = "'step', 'epoch' or None"
-            raise InvalidArgumentError(argument="logging_interval", value=logging_interval, expected=expected)
+        check_choice("logging_interval", logging_interval, (None, "step", "epoch"), "'step', 'epoch' or None")
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay

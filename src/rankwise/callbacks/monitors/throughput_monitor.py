@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch
 
 from rankwise.callbacks.monitors.base import LoggingCallback
-from rankwise.errors import InvalidArgumentError, InvalidTypeError
+from rankwise.checks import check_callable, check_minimum
 
 if TYPE_CHECKING:
     from rankwise.trainer import Trainer, TrainingModule
@@ -62,10 +62,8 @@ class ThroughputMonitor(LoggingCallback):
     ) -> None:
         functions: dict[str, Any] = {"batch_size_fn": batch_size_fn, "length_fn": length_fn or len}
         for name, function in functions.items():
-            if not callable(function):
-                raise InvalidTypeError(argument=name, value=function, expected="a function of a batch")
-        if window_size < 2:
-            raise InvalidArgumentError(argument="window_size", value=window_size, expected="2 or more")
+            check_callable(name, function, "a function of a batch")
+        check_minimum("window_size", window_size, 2)
         self.batch_size_fn = batch_size_fn
         self.length_fn = length_fn
         self.window_size = window_size

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rankwise.callbacks.weights.finetuning import BaseFinetuning
-from rankwise.errors import ConfigurationError, InvalidArgumentError
+from rankwise.checks import check_minimum
+from rankwise.errors import ConfigurationError
 from rankwise.ranks import rank_zero_only
 
 if TYPE_CHECKING:
@@ -62,10 +63,7 @@ class BackboneFinetuning(BaseFinetuning):
         rounding: int = 12,
     ) -> None:
         super().__init__()
-        if unfreeze_backbone_at_epoch < 0:
-            raise InvalidArgumentError(
-                argument="unfreeze_backbone_at_epoch", value=unfreeze_backbone_at_epoch, expected="0 or more"
-            )
+        check_minimum("unfreeze_backbone_at_epoch", unfreeze_backbone_at_epoch, 0)
         is_unused = type(self).finetune_function is BackboneFinetuning.finetune_function
         if is_unused and initial_denom_lr != _DENOMINATOR:
             raise ConfigurationError(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, final
 
 from rankwise.callbacks.weights.weight_averaging import WeightAveraging
-from rankwise.errors import InvalidArgumentError, UnknownArgumentError
+from rankwise.checks import check_keywords, check_value
 
 if TYPE_CHECKING:
     import torch
 
+_REMEDIES = dict.fromkeys(("avg_fn", "multi_avg_fn"), "WeightAveraging, which takes it.")
 _ARGUMENTS = (
     "device",
     "use_buffers",
@@ -47,20 +48,14 @@ class EMAWeightAveraging(WeightAveraging):
         update_starting_at_epoch: int | None = None,
         **kwargs: Any,
     ) -> None:
-        if not 0.0 <= decay <= 1.0:
-            raise InvalidArgumentError(argument="decay", value=decay, expected="a number from 0 to 1")
+        check_value("decay", decay, 0.0 <= decay <= 1.0, "a number from 0 to 1")
         for name, number in (
             ("update_every_n_steps", update_every_n_steps),
             ("update_starting_at_step", update_starting_at_step),
             ("update_starting_at_epoch", update_starting_at_epoch),
         ):
-            if number is not None and number < 0:
-                raise InvalidArgumentError(argument=name, value=number, expected="0 or more")
-        for name in kwargs:
-            remedy = "WeightAveraging, which takes it." if name in ("avg_fn", "multi_avg_fn") else ""
-            raise UnknownArgumentError(
-                target="EMAWeightAveraging", name=name, known=_ARGUMENTS, remedy=remedy
-            )
+            check_value(name, number, number is None or number >= 0, "0 or more")
+        check_keywords("EMAWeightAveraging", kwargs, _ARGUMENTS, _REMEDIES)
         super().__init__(device=device, use_buffers=use_buffers)
         self.decay = decay
         self.update_every_n_steps = update_every_n_steps

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rankwise.callbacks.base import Callback
 from rankwise.callbacks.weights.weight_averaging import check_same_weights, copy_tensors, share_buffers
+from rankwise.checks import check_choice, check_minimum
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError
 
 if TYPE_CHECKING:
@@ -63,15 +64,8 @@ class StochasticWeightAveraging(Callback):
         if not is_late:
             expected = "an epoch from 1 on, or a fraction from 0.0 to 1.0"
             raise InvalidArgumentError(argument="swa_epoch_start", value=swa_epoch_start, expected=expected)
-        if annealing_epochs < 0:
-            raise InvalidArgumentError(
-                argument="annealing_epochs", value=annealing_epochs, expected="0 or more"
-            )
-        if annealing_strategy not in ("cos", "linear"):
-            expected = "'cos' or 'linear'"
-            raise InvalidArgumentError(
-                argument="annealing_strategy", value=annealing_strategy, expected=expected
-            )
+        check_minimum("annealing_epochs", annealing_epochs, 0)
+        check_choice("annealing_strategy", annealing_strategy, ("cos", "linear"))
         if avg_fn is not None and not callable(avg_fn):
             raise InvalidTypeError(argument="avg_fn", value=avg_fn, expected="a function")
         self._swa_lrs = rates

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.callbacks.base import Callback
-from rankwise.errors import CheckpointError, ConfigurationError, UnknownArgumentError
+from rankwise.checks import check_keywords
+from rankwise.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
     from torch.optim.swa_utils import AveragedModel
@@ -46,9 +47,7 @@ class WeightAveraging(Callback):
     def __init__(
         self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any
     ) -> None:
-        for name in kwargs:
-            if name not in _ARGUMENTS:
-                raise UnknownArgumentError(target="WeightAveraging", name=name, known=_ARGUMENTS)
+        check_keywords("WeightAveraging", kwargs, _ARGUMENTS)
         self._device = device
         self._use_buffers = use_buffers
         self._kwargs = kwargs

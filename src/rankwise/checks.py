@@ -1,0 +1,118 @@
+"""Check the values of arguments; each function raises an error that says what was expected."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from rankwise.errors import (
+    InvalidArgumentError,
+    InvalidTypeError,
+    MissingExtraError,
+    UnknownArgumentError,
+    UnknownNameError,
+)
+
+_NO_REMEDIES: Mapping[str, str] = MappingProxyType({})
+USE_OWN_CLASS = "use rankwise's class of that name: import rankwise.lightning as pl."
+"""The remedy for an object of a class that comes with Lightning."""
+
+
+def check_value(
+    name: str,
+    value: object,
+    is_valid: object,
+    expected: str,
+    remedy: str = "",
+    error: type[InvalidArgumentError | InvalidTypeError] = InvalidArgumentError,
+) -> None:
+    """Raise `error` unless `is_valid`; `expected` describes valid values of the argument `name`."""
+    if not is_valid:
+        raise error(argument=name, value=value, expected=expected, remedy=remedy)
+
+
+def check_minimum(name: str, value: Any, minimum: Any, expected: str = "") -> None:
+    """Raise `InvalidArgumentError` unless `value` is `minimum` or more."""
+    check_value(name, value, value >= minimum, expected or f"{minimum} or more")
+
+
+def check_choice(name: str, value: object, choices: Collection[object], expected: str = "") -> None:
+    """Raise `InvalidArgumentError` unless `value` is one of `choices`."""
+    if value not in choices:
+        expected = expected or " or ".join(map(repr, choices))
+        raise InvalidArgumentError(argument=name, value=value, expected=expected)
+
+
+def check_name(name: str, value: object, names: Sequence[str], expected: str = "") -> str:
+    """Return the user's value of an argument in lower case; raise if it is not one of `names`.
+
+    Raises:
+        InvalidTypeError: for a value that is not a string.
+        UnknownNameError: for another string.
+    """
+    if not isinstance(value, str):
+        expected = expected or f"one of {', '.join(map(repr, names))}"
+        raise InvalidTypeError(argument=name, value=value, expected=expected)
+    if value.lower() not in names:
+        raise UnknownNameError(kind=name, name=value, known=tuple(names))
+    return value.lower()
+
+
+def check_is_a(name: str, value: Any, kinds: Any, expected: str = "", remedy: str = "") -> None:
+    """Raise `InvalidTypeError` unless `value` is an instance of `kinds`; a bool is not a number."""
+    kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+    if isinstance(value, kinds) and not (isinstance(value, bool) and bool not in kinds):
+        return
+    if isinstance(value, type) and issubclass(value, kinds):
+        remedy = remedy or f"make an instance of it: {value.__name__}()"
+    if is_lightnings_own(type(value)):
+        remedy = remedy or USE_OWN_CLASS
+    expected = expected or f"an instance of {kinds[0].__name__}"
+    raise InvalidTypeError(argument=name, value=value, expected=expected, remedy=remedy)
+
+
+def check_callable(name: str, value: object, expected: str = "a function", remedy: str = "") -> None:
+    """Raise `InvalidTypeError` unless `value` can be called."""
+    check_value(name, value, callable(value), expected, remedy, InvalidTypeError)
+
+
+def check_keywords(
+    target: str, given: Iterable[object], known: Iterable[str], remedies: Mapping[str, str] = _NO_REMEDIES
+) -> None:
+    """Raise `UnknownArgumentError` unless `target` takes each of the `given` keywords.
+
+    `remedies` has what to do about some of those that it does not take.
+    """
+    known = tuple(known)
+    for name in map(str, given):
+        if name not in known:
+            remedy = remedies.get(name, "")
+            raise UnknownArgumentError(target=target, name=name, known=known, remedy=remedy)
+
+
+def check_installed(package: str, extra: str, purpose: str) -> None:
+    """Raise `MissingExtraError` unless an optional package is installed; imports nothing."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:  # a folder of files looks like a package without a module
+        raise MissingExtraError(package=package, extra=extra, purpose=purpose)
+
+
+def as_list(name: str, given: Any, kinds: Any, expected: str = "") -> list[Any]:
+    """Return the items of an argument that is one object or a sequence of them; None for none of them."""
+    is_several = isinstance(given, Sequence) and not isinstance(given, str)
+    items = [] if given is None else list(given) if is_several else [given]
+    for item in items:
+        check_is_a(name, item, kinds, expected or f"an instance of {kinds.__name__}, or a list of them")
+    return items
+
+
+def is_lightnings_own(kind: type) -> bool:
+    """Return whether a class is defined in the packages of Lightning, which need not be installed."""
+    return kind.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
+
+
+def lightning_base(kind: type, name: str) -> Any:
+    """Return the class of that name among the bases of `kind` that Lightning defines; None without one."""
+    return next((base for base in kind.__mro__ if base.__name__ == name and is_lightnings_own(base)), None)
