@@ -14,7 +14,7 @@ from benchmarks import simulated, supervised
 from benchmarks.results import Result, Row
 from benchmarks.sampling import Sampling
 from rankwise.data import ShardedSampler
-from rankwise.environments.node_list import expand_counts, expand_node_list
+from rankwise.environments.slurm import expand_counts, expand_node_list
 
 WORLDS = (512, 4096)
 _NODES, _RANKS, _SAMPLES, _WORKERS = 10_000, 16_384, 10**9, 256

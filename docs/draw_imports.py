@@ -28,7 +28,6 @@ SUBJECTS = {
     "loggers": "record metrics",
     "profilers": "measure stages",
     "data": "split data over ranks",
-    "plugins": "strategy and plug-ins given",
     "registry": "the table of strategy names",
     "compatibility": "names, objects of others",
     "strategies": "how training is distributed",
@@ -46,7 +45,7 @@ SUBJECTS = {
 """What each folder (or file, such as `registry.py`) is for."""
 
 BASICS = (
-    *("start", "lazy_names", "limited_call", "errors", "checks", "ranks", "seed"),
+    *("start", "lazy_names", "time_limit", "errors", "checks", "ranks", "seed"),
     *("named_options", "nested", "hyperparameters", "paths", "torch_internals"),
 )
 NOT_DRAWN = (*BASICS, "__init__", "__main__")
@@ -175,7 +174,7 @@ def arrow(points: list[tuple[float, float]]) -> str:
 
 def box(part: str, x: float, y: float) -> str:
     """Return a folder's rectangle with its name and subject."""
-    title = f"{part}.py" if part in ("plugins", "registry") else f"{part}/"
+    title = f"{part}.py" if part == "registry" else f"{part}/"
     return (
         f'<rect x="{x - BOX_WIDTH / 2:g}" y="{y:g}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="6"/>'
         f'<text x="{x:g}" y="{y + 18:g}" {TEXT} font-weight="bold">{title}</text>'

@@ -37,31 +37,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Callback": "rankwise.callbacks",
-    "ClusterEnvironment": "rankwise.environments",
-    "DDPElasticStrategy": "rankwise.strategies",
-    "DDPForkStrategy": "rankwise.strategies",
-    "DDPSpawnStrategy": "rankwise.strategies",
-    "DDPStrategy": "rankwise.strategies",
-    "DataModule": "rankwise.trainer",
-    "Fabric": "rankwise.fabric",
-    "GradientSyncMode": "rankwise.gradient_sync",
-    "Launcher": "rankwise.launchers",
-    "RankInfo": "rankwise.ranks",
-    "RankwiseError": "rankwise.errors",
-    "SingleDeviceStrategy": "rankwise.strategies",
-    "Strategy": "rankwise.strategies",
-    "StrategyRegistry": "rankwise.registry",
-    "Trainer": "rankwise.trainer",
-    "TrainingModule": "rankwise.trainer",
-    "callbacks": "rankwise.callbacks",
-    "errors": "rankwise.errors",
-    "gradient_sync_context": "rankwise.gradient_sync",
-    "rank_zero_info": "rankwise.ranks",
-    "rank_zero_only": "rankwise.ranks",
-    "rank_zero_warn": "rankwise.ranks",
-    "register_ddp_comm_hook": "rankwise.gradient_sync",
-    "seed_everything": "rankwise.seed",
+    "rankwise.callbacks": "Callback callbacks",
+    "rankwise.environments": "ClusterEnvironment",
+    "rankwise.errors": "RankwiseError errors",
+    "rankwise.fabric": "Fabric",
+    "rankwise.gradient_sync": "GradientSyncMode gradient_sync_context register_ddp_comm_hook",
+    "rankwise.launchers": "Launcher",
+    "rankwise.ranks": "RankInfo rank_zero_info rank_zero_only rank_zero_warn",
+    "rankwise.registry": "StrategyRegistry",
+    "rankwise.seed": "seed_everything",
+    "rankwise.strategies": "DDPElasticStrategy DDPForkStrategy DDPSpawnStrategy DDPStrategy "
+    "SingleDeviceStrategy Strategy",
+    "rankwise.trainer": "DataModule Trainer TrainingModule",
 }
 
 __all__ = [

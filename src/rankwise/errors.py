@@ -49,7 +49,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import dataclass_transform
 
-from rankwise.limited_call import call_with_limit
+from rankwise.time_limit import call_with_limit
 
 __all__ = [
     "CheckpointError",

@@ -8,11 +8,13 @@ from importlib import import_module
 from typing import Any
 
 
-def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package that imports a name from the module in `homes`, and keeps it.
+def lazy_names(package: str, names_by_module: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package that imports a name from its module on first use, and keeps it.
 
-    A name whose module is called like it stands for that module.
+    `names_by_module` has the names of each module, with spaces between them. A name whose module is called
+    like it stands for that module.
     """
+    homes = {name: module for module, names in names_by_module.items() for name in names.split()}
 
     def import_name(name: str) -> Any:
         if name not in homes:

@@ -14,8 +14,7 @@ import pytest
 from rankwise.doctor.machine import examine_network
 from rankwise.environments import detect_environment
 from rankwise.environments.network import is_loopback, port_of_job
-from rankwise.environments.node_list import expand_counts, expand_node_list
-from rankwise.environments.slurm import warn_of_unused_tasks
+from rankwise.environments.slurm import expand_counts, expand_node_list, warn_of_unused_tasks
 from rankwise.errors import RankwiseError
 from rankwise.launchers.context import WorkerContext, describe_context
 from rankwise.launchers.worker_main import attach

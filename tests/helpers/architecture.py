@@ -11,7 +11,7 @@ from pathlib import Path
 ORDER = (
     "start",
     "lazy_names",
-    "limited_call",
+    "time_limit",
     "errors",
     "checks",
     "ranks",
@@ -35,7 +35,6 @@ ORDER = (
     "data",
     "strategies",
     "registry",
-    "plugins",
     "callbacks",
     "loggers",
     "profilers",

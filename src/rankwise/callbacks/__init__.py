@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from rankwise.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from rankwise.callbacks.base import Callback, MonitoringCallback, PreparingCallback
+    from rankwise.callbacks.base import Callback, LambdaCallback, MonitoringCallback, PreparingCallback
     from rankwise.callbacks.early_stopping import EarlyStopping
+    from rankwise.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
     from rankwise.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
-    from rankwise.callbacks.lambda_callback import LambdaCallback
     from rankwise.callbacks.learning_rate_finder import LearningRateCurve, LearningRateFinder
     from rankwise.callbacks.model_checkpoint import ModelCheckpoint
     from rankwise.callbacks.model_summary import ModelSummary
@@ -18,40 +18,25 @@ if TYPE_CHECKING:
     from rankwise.callbacks.prediction_writer import BasePredictionWriter
     from rankwise.callbacks.progress_bar import ProgressBar, TQDMProgressBar
     from rankwise.callbacks.rich_progress_bar import RichProgressBar, RichProgressBarTheme
+    from rankwise.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
     from rankwise.callbacks.timer import Timer
-    from rankwise.callbacks.weights import (
-        BackboneFinetuning,
-        BaseFinetuning,
-        EMAWeightAveraging,
-        StochasticWeightAveraging,
-        WeightAveraging,
-    )
+    from rankwise.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
 
 _HOMES = {
-    "BackboneFinetuning": "rankwise.callbacks.weights",
-    "BaseFinetuning": "rankwise.callbacks.weights",
-    "BasePredictionWriter": "rankwise.callbacks.prediction_writer",
-    "Callback": "rankwise.callbacks.base",
-    "DeviceStatsMonitor": "rankwise.callbacks.monitors",
-    "EMAWeightAveraging": "rankwise.callbacks.weights",
-    "EarlyStopping": "rankwise.callbacks.early_stopping",
-    "GradientAccumulationScheduler": "rankwise.callbacks.gradient_accumulation_scheduler",
-    "LambdaCallback": "rankwise.callbacks.lambda_callback",
-    "LearningRateCurve": "rankwise.callbacks.learning_rate_finder",
-    "LearningRateFinder": "rankwise.callbacks.learning_rate_finder",
-    "LearningRateMonitor": "rankwise.callbacks.monitors",
-    "ModelCheckpoint": "rankwise.callbacks.model_checkpoint",
-    "ModelSummary": "rankwise.callbacks.model_summary",
-    "MonitoringCallback": "rankwise.callbacks.base",
-    "PreparingCallback": "rankwise.callbacks.base",
-    "ProgressBar": "rankwise.callbacks.progress_bar",
-    "RichProgressBar": "rankwise.callbacks.rich_progress_bar",
-    "RichProgressBarTheme": "rankwise.callbacks.rich_progress_bar",
-    "StochasticWeightAveraging": "rankwise.callbacks.weights",
-    "TQDMProgressBar": "rankwise.callbacks.progress_bar",
-    "ThroughputMonitor": "rankwise.callbacks.monitors",
-    "Timer": "rankwise.callbacks.timer",
-    "WeightAveraging": "rankwise.callbacks.weights",
+    "rankwise.callbacks.base": "Callback LambdaCallback MonitoringCallback PreparingCallback",
+    "rankwise.callbacks.early_stopping": "EarlyStopping",
+    "rankwise.callbacks.finetuning": "BackboneFinetuning BaseFinetuning",
+    "rankwise.callbacks.gradient_accumulation_scheduler": "GradientAccumulationScheduler",
+    "rankwise.callbacks.learning_rate_finder": "LearningRateCurve LearningRateFinder",
+    "rankwise.callbacks.model_checkpoint": "ModelCheckpoint",
+    "rankwise.callbacks.model_summary": "ModelSummary",
+    "rankwise.callbacks.monitors": "DeviceStatsMonitor LearningRateMonitor ThroughputMonitor",
+    "rankwise.callbacks.prediction_writer": "BasePredictionWriter",
+    "rankwise.callbacks.progress_bar": "ProgressBar TQDMProgressBar",
+    "rankwise.callbacks.rich_progress_bar": "RichProgressBar RichProgressBarTheme",
+    "rankwise.callbacks.stochastic_weight_averaging": "StochasticWeightAveraging",
+    "rankwise.callbacks.timer": "Timer",
+    "rankwise.callbacks.weight_averaging": "EMAWeightAveraging WeightAveraging",
 }
 
 __all__ = [

@@ -1,11 +1,12 @@
-"""`Callback`: the hooks that a trainer calls; `MonitoringCallback`: one that acts on a metric."""
+"""`Callback`: the hooks that a trainer calls; base classes of callbacks; `LambdaCallback`."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, final
 
-from rankwise.checks import check_choice
+from rankwise.checks import check_callable, check_choice, check_keywords
 from rankwise.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
@@ -234,3 +235,32 @@ class MonitoringCallback(Callback):
             facts=f"logged so far: {logged}.",
             remedy=f'self.log("{self.monitor}", value) in a step of the module, or another monitor.',
         )
+
+
+_NO_HOOKS = ("check_stage", "state_dict", "load_state_dict")
+
+
+@final
+class LambdaCallback(Callback):
+    """Call functions as hooks: `LambdaCallback(on_train_start=lambda trainer, module: print("go"))`.
+
+    Args:
+        hooks: a function for each hook, by the hook's name, or None. It gets the hook's arguments
+            without `self`.
+
+    Raises:
+        UnknownArgumentError: for a name that is not a hook of `Callback`.
+        InvalidTypeError: for a value that cannot be called.
+    """
+
+    def __init__(self, **hooks: Callable[..., Any] | None) -> None:
+        known = tuple(
+            name
+            for name, value in vars(Callback).items()
+            if callable(value) and not name.startswith("_") and name not in _NO_HOOKS
+        )
+        check_keywords("LambdaCallback", hooks, known)
+        for name, function in hooks.items():
+            if function is not None:
+                check_callable(name, function)
+                setattr(self, name, function)

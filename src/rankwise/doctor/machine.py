@@ -28,10 +28,10 @@ from rankwise.environments.network import (
     listening_address,
 )
 from rankwise.errors import ConfigurationError, RankwiseError
-from rankwise.limited_call import call_with_limit
 from rankwise.process_group import default_backend
 from rankwise.strategies import DDPStrategy, Strategy
 from rankwise.strategies.job import usable_cores
+from rankwise.time_limit import call_with_limit
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  only its size is read
 _SMALL_SHARED_MEMORY = 256 * 2**20

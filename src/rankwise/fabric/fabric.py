@@ -31,9 +31,9 @@ from rankwise.fabric.process import FabricProcess
 from rankwise.gradient_sync import GradientSyncMode
 from rankwise.loggers import Logger
 from rankwise.loggers.base import finalize_all, numbers
-from rankwise.plugins import agreed_placement, collect_plugins, collect_strategy
 from rankwise.precision import Precision, configured_optimizers
 from rankwise.process_group.after_failure import collectives_refused_after_failure
+from rankwise.registry import agreed_placement, collect_plugins, collect_strategy
 from rankwise.seed import given_seed, seed_everything
 from rankwise.strategies import Strategy
 from rankwise.strategies.agreement import check_ranks_agree, fingerprint_of, share_model

@@ -14,12 +14,11 @@ if TYPE_CHECKING:
     from rankwise.loggers.wandb import WandbLogger
 
 _HOMES = {
-    "CSVLogger": "rankwise.loggers.csv_files",
-    "Logger": "rankwise.loggers.base",
-    "MLFlowLogger": "rankwise.loggers.mlflow",
-    "TensorBoardLogger": "rankwise.loggers.tensorboard",
-    "WandbLogger": "rankwise.loggers.wandb",
-    "rank_zero_experiment": "rankwise.loggers.base",
+    "rankwise.loggers.base": "Logger rank_zero_experiment",
+    "rankwise.loggers.csv_files": "CSVLogger",
+    "rankwise.loggers.mlflow": "MLFlowLogger",
+    "rankwise.loggers.tensorboard": "TensorBoardLogger",
+    "rankwise.loggers.wandb": "WandbLogger",
 }
 
 __all__ = [

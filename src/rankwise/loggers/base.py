@@ -186,3 +186,18 @@ def numbers(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         f"{prefix}-{name}" if prefix else name: value.item() if isinstance(value, Tensor) else value
         for name, value in metrics.items()
     }
+
+
+def image_array(image: Any) -> Any:
+    """Return an image as a NumPy array, of shape (height, width) or (height, width, channels).
+
+    Args:
+        image: a tensor of shape (channels, height, width) or (height, width), a NumPy array with the channels
+            last, or an image of Pillow. Floating-point values are from 0 to 1, integers from 0 to 255.
+    """
+    if isinstance(image, Tensor):
+        image = image.detach().cpu()
+        return (image.permute(1, 2, 0) if image.ndim == 3 else image).numpy()
+    import numpy as np
+
+    return np.asarray(image)

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, NoReturn, final
 
 from rankwise.errors import WorkerError, WorkerExitedError, WorkerKilledError
-from rankwise.limited_call import call_with_limit
+from rankwise.time_limit import call_with_limit
 
 _STDERR_TIMEOUT_S = 0.2
 LAST_LINES_TIMEOUT_S = 5.0

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any
 
+from rankwise.checks import check_name
 from rankwise.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from rankwise.profilers.advanced import AdvancedProfiler
     from rankwise.profilers.base import PassThroughProfiler, Profiler
-    from rankwise.profilers.by_name import create_profiler
     from rankwise.profilers.pytorch import PyTorchProfiler
     from rankwise.profilers.simple import SimpleProfiler
 
 _HOMES = {
-    "AdvancedProfiler": "rankwise.profilers.advanced",
-    "PassThroughProfiler": "rankwise.profilers.base",
-    "Profiler": "rankwise.profilers.base",
-    "PyTorchProfiler": "rankwise.profilers.pytorch",
-    "SimpleProfiler": "rankwise.profilers.simple",
-    "create_profiler": "rankwise.profilers.by_name",
+    "rankwise.profilers.advanced": "AdvancedProfiler",
+    "rankwise.profilers.base": "PassThroughProfiler Profiler",
+    "rankwise.profilers.pytorch": "PyTorchProfiler",
+    "rankwise.profilers.simple": "SimpleProfiler",
 }
+_CLASSES = {"simple": "SimpleProfiler", "advanced": "AdvancedProfiler", "pytorch": "PyTorchProfiler"}
 
 __all__ = [
     "AdvancedProfiler",
@@ -33,3 +33,22 @@ __all__ = [
 
 if not TYPE_CHECKING:
     __getattr__ = lazy_names(__name__, _HOMES)
+
+
+def create_profiler(given: Any) -> Profiler:
+    """Return the profiler of a name, the given one, or for None one that measures nothing.
+
+    Raises:
+        UnknownNameError: for another name.
+        InvalidTypeError: for other values.
+    """
+    from rankwise.profilers import base
+
+    if isinstance(given, base.Profiler):
+        return given
+    name = "PassThroughProfiler"
+    if given is not None:
+        expected = f"an instance of Profiler, or one of {', '.join(map(repr, _CLASSES))}"
+        name = _CLASSES[check_name("profiler", given, tuple(_CLASSES), expected)]
+    profiler: Profiler = getattr(sys.modules[__name__], name)()  # imports what it measures with
+    return profiler

@@ -11,11 +11,11 @@ from typing import TypeVar, final
 import torch.distributed as dist
 
 from rankwise.errors import PeerAuthenticationError, RankwiseError
-from rankwise.limited_call import call_with_limit
 from rankwise.stores.private import is_private
 from rankwise.stores.sealed import SealedStore
 from rankwise.stores.tcp import default_store
 from rankwise.stores.values import read_value
+from rankwise.time_limit import call_with_limit
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 _FOR = 1 << 32  # votes for count in the upper half, all votes in the lower

@@ -13,11 +13,11 @@ from rankwise.checks import check_choice
 from rankwise.errors import InvalidArgumentError, LifecycleError
 from rankwise.loggers.base import NoLogger
 from rankwise.monitoring.heartbeat import report_phase
-from rankwise.plugins import agreed_placement, collect_plugins, collect_strategy
 from rankwise.processes.memory_file import read_by_name
 from rankwise.processes.returned_state import ReturnedState, StateBefore
 from rankwise.processes.signals import StoppedBySignal
 from rankwise.profilers import Profiler, create_profiler
+from rankwise.registry import agreed_placement, collect_plugins, collect_strategy
 from rankwise.trainer import arguments
 from rankwise.trainer.arguments import TrainerOptions, with_known_keywords
 from rankwise.trainer.checkpointing import CheckpointFiles, check_hyper_parameters, save_checkpoint

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rankwise.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
-from rankwise.callbacks.weights.weight_averaging import share_buffers
+from rankwise.callbacks.weight_averaging import share_buffers
 from rankwise.checkpoint import TorchCheckpointIO
 from rankwise.errors import CheckpointError, ConfigurationError, InvalidArgumentError, UnknownArgumentError
 from rankwise.strategies import DDPStrategy

@@ -4,7 +4,7 @@ import tracemalloc
 
 import pytest
 
-from rankwise.environments.node_list import expand_counts, expand_node_list
+from rankwise.environments.slurm import expand_counts, expand_node_list
 from rankwise.errors import InvalidArgumentError
 
 

@@ -16,8 +16,8 @@ from rankwise.profilers import (
     Profiler,
     PyTorchProfiler,
     SimpleProfiler,
+    create_profiler,
 )
-from rankwise.profilers.by_name import create_profiler
 from tests.unit.trainer.helpers import Line, loader, trainer
 
 

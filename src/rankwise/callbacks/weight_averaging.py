@@ -1,16 +1,16 @@
-"""`WeightAveraging`: train one model, and validate and keep the average of its weights."""
+"""`WeightAveraging`: train one model, validate and keep the average of its weights; `EMAWeightAveraging`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 
 from rankwise.callbacks.base import Callback
-from rankwise.checks import check_keywords
+from rankwise.checks import check_keywords, check_value
 from rankwise.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
@@ -20,6 +20,15 @@ if TYPE_CHECKING:
     from rankwise.trainer import Trainer, TrainingModule
 
 _ARGUMENTS = ("avg_fn", "multi_avg_fn")
+_EMA_ARGUMENTS = (
+    "device",
+    "use_buffers",
+    "decay",
+    "update_every_n_steps",
+    "update_starting_at_step",
+    "update_starting_at_epoch",
+)
+_REMEDIES = dict.fromkeys(_ARGUMENTS, "WeightAveraging, which takes it.")
 _STATE = ("latest_update_step", "latest_update_epoch")
 
 
@@ -201,3 +210,57 @@ def copy_tensors(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
 def share_buffers(module: nn.Module, strategy: Strategy) -> None:
     """Give all ranks rank 0's buffers, in one broadcast by way of the CPU. Collective."""
     copy_tensors(strategy.broadcast([buffer.cpu() for buffer in module.buffers()]), module.buffers())
+
+
+@final
+class EMAWeightAveraging(WeightAveraging):
+    """Average weights exponentially: `average = decay * average + (1 - decay) * weights`.
+
+    Args:
+        device: where the average is; by default where the module is.
+        use_buffers: average the buffers too.
+        decay: from 0 to 1; how much of the average an update keeps.
+        update_every_n_steps: update after every n-th optimizer step; 0 for never.
+        update_starting_at_step: the first step that is averaged, counted from 0; None for all.
+        update_starting_at_epoch: update after each epoch from this one on, too; None for never.
+
+    Raises:
+        InvalidArgumentError: for a `decay` outside of 0 to 1, or a negative number.
+        UnknownArgumentError: for other keywords.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | int | None = None,
+        use_buffers: bool = True,
+        decay: float = 0.999,
+        update_every_n_steps: int = 1,
+        update_starting_at_step: int | None = None,
+        update_starting_at_epoch: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_value("decay", decay, 0.0 <= decay <= 1.0, "a number from 0 to 1")
+        for name, number in (
+            ("update_every_n_steps", update_every_n_steps),
+            ("update_starting_at_step", update_starting_at_step),
+            ("update_starting_at_epoch", update_starting_at_epoch),
+        ):
+            check_value(name, number, number is None or number >= 0, "0 or more")
+        check_keywords("EMAWeightAveraging", kwargs, _EMA_ARGUMENTS, _REMEDIES)
+        super().__init__(device=device, use_buffers=use_buffers)
+        self.decay = decay
+        self.update_every_n_steps = update_every_n_steps
+        self.update_starting_at_step = update_starting_at_step
+        self.update_starting_at_epoch = update_starting_at_epoch
+
+    def _arguments(self) -> dict[str, Any]:
+        from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+        return {"multi_avg_fn": get_ema_multi_avg_fn(self.decay)}
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        if step_idx is not None:
+            is_in_time = step_idx >= (self.update_starting_at_step or 0)
+            return is_in_time and self.update_every_n_steps > 0 and step_idx % self.update_every_n_steps == 0
+        first = self.update_starting_at_epoch
+        return first is not None and epoch_idx is not None and epoch_idx >= first

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.callbacks.base import Callback
-from rankwise.callbacks.weights.weight_averaging import check_same_weights, copy_tensors, share_buffers
+from rankwise.callbacks.weight_averaging import check_same_weights, copy_tensors, share_buffers
 from rankwise.checks import check_choice, check_minimum
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError
 
