@@ -99,7 +99,7 @@ def check_installed(package: str, extra: str, purpose: str) -> None:
         raise MissingExtraError(package=package, extra=extra, purpose=purpose)
 
 
-def as_list(name: str, given: Any, kinds: Any, expected: str = "") -> list[Any]:
+def checked_list(name: str, given: Any, kinds: Any, expected: str = "") -> list[Any]:
     """Return the items of an argument that is one object or a sequence of them; None for none of them."""
     is_several = isinstance(given, Sequence) and not isinstance(given, str)
     items = [] if given is None else list(given) if is_several else [given]

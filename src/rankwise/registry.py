@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from typing import Any, TypeVar, final, overload
 
 from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
-from rankwise.checks import as_list, check_is_a
+from rankwise.checks import check_is_a, checked_list
 from rankwise.compatibility.lightning_environments import LightningClusterEnvironment
 from rankwise.compatibility.names import MISSING_STRATEGIES
 from rankwise.environments import ClusterEnvironment
@@ -164,7 +164,7 @@ def collect_plugins(given: Any) -> dict[str, Any]:
     """Return the content of `plugins=[...]` by kind: at most one of each, None for the others."""
     classes = (str, ClusterEnvironment, LightningClusterEnvironment, Precision, CheckpointIO, Strategy)
     expected = "a ClusterEnvironment or its name, a Precision, a CheckpointIO or a Strategy"
-    plugins = as_list("plugins", given, classes, expected)
+    plugins = checked_list("plugins", given, classes, expected)
     found = {}
     for name, kind in _PLUGINS.items():
         own = [plugin for plugin in plugins if isinstance(plugin, kind)]

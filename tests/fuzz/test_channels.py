@@ -45,14 +45,23 @@ def frames_of_a_rank(random: Random) -> bytes:
     record = damaged_json(random, RECORD)
     request = bytes(7) + b"\x01" + damaged(random, random.choice(REQUESTS))
     messages = [
-        *((Kind.HELLO, b""), (Kind.IN_LOOP, b"1"), (Kind.DONE, b""), (Kind.STORE_CANCEL, bytes(8))),
+        *(
+            (Kind.HELLO, b""),
+            (Kind.IN_LOOP, b"1"),
+            (Kind.DONE, b""),
+            (Kind.STORE_CANCEL, bytes(8)),
+        ),
         *(
             (Kind.STOPPED, damaged(random, b"15")),
             (Kind.FAILURE, record),
             (Kind.ELSEWHERE, record),
             (Kind.EXITED, record),
         ),
-        *((Kind.STORE_REQUEST, request), (Kind.STORE_REQUEST, request[:9]), (Kind.STORE_REQUEST, b"")),
+        *(
+            (Kind.STORE_REQUEST, request),
+            (Kind.STORE_REQUEST, request[:9]),
+            (Kind.STORE_REQUEST, b""),
+        ),
     ]
     return b"".join(frame(*message) for message in random.choices(messages, k=3))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.callbacks.base import Callback
-from rankwise.callbacks.weight_averaging import check_same_weights, copy_tensors, share_buffers
+from rankwise.callbacks.weight_averaging import broadcast_buffers, check_same_weights, copy_tensors
 from rankwise.checks import check_choice, check_minimum
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError
 
@@ -185,7 +185,7 @@ class StochasticWeightAveraging(Callback):
             average = self._average.module
             copy_tensors(average.parameters(), module.parameters())
             copy_tensors(average.buffers(), module.buffers())
-            share_buffers(module, trainer.strategy)
+            broadcast_buffers(module, trainer.strategy)
         self._end(trainer)
 
     def teardown(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:

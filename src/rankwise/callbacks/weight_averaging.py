@@ -180,7 +180,7 @@ class WeightAveraging(Callback):
             return
         averaged = self._average.module
         if not self._is_swapped and trainer.world_size > 1 and self._use_buffers:
-            share_buffers(averaged, trainer.strategy)
+            broadcast_buffers(averaged, trainer.strategy)
         self._is_swapped = not self._is_swapped
         buffers = zip(averaged.buffers(), module.buffers(), strict=True) if self._use_buffers else ()
         parameters = zip(averaged.parameters(), module.parameters(), strict=True)
@@ -207,7 +207,7 @@ def copy_tensors(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
         target.copy_(source)
 
 
-def share_buffers(module: nn.Module, strategy: Strategy) -> None:
+def broadcast_buffers(module: nn.Module, strategy: Strategy) -> None:
     """Give all ranks rank 0's buffers, in one broadcast by way of the CPU. Collective."""
     copy_tensors(strategy.broadcast([buffer.cpu() for buffer in module.buffers()]), module.buffers())
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, final
 
 from rankwise.environments.base import ClusterEnvironment, is_set
-from rankwise.environments.network import address_toward, port_of_job
+from rankwise.environments.network import LOOPBACK, address_toward, port_of_job
 from rankwise.errors import ConfigurationError, MissingExtraError
 
 # Source: https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html
@@ -27,7 +27,6 @@ _HYDRA: Mapping[str, str] = {
     "local_rank": "MPI_LOCALRANKID",
     "local_world_size": "MPI_LOCALNRANKS",
 }
-_LOOPBACK = "127.0.0.1"
 _LAUNCH_NODES = ("batch", "login")  # how the names of LSF's launch nodes begin
 
 
@@ -70,7 +69,7 @@ class MPIEnvironment(ClusterEnvironment):
         """
         if self._has("MASTER_ADDR"):
             return self._text("MASTER_ADDR")
-        return _LOOPBACK if self.num_nodes == 1 else self._broadcast_endpoint[0]
+        return LOOPBACK if self.num_nodes == 1 else self._broadcast_endpoint[0]
 
     @property
     def main_port(self) -> int:
@@ -93,7 +92,7 @@ class MPIEnvironment(ClusterEnvironment):
             )
         hosts = communicator.allgather(socket.gethostname())
         others = [host for host in hosts if host != hosts[0]]
-        own = (address_toward(others[0]) if others else _LOOPBACK, port_of_job([str(os.getpid())]))
+        own = (address_toward(others[0]) if others else LOOPBACK, port_of_job([str(os.getpid())]))
         endpoint: tuple[str, int] = communicator.bcast(own, root=0)
         return endpoint
 

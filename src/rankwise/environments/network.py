@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from rankwise.errors import ConfigurationError
 
+LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
 _DISCARD_PORT = 9  # connecting a datagram socket looks up the route and sends nothing
 _SIOCGIFCONF = 0x8912  # netdevice(7): the interfaces that have an IPv4 address

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar, final
 
 from rankwise.environments.base import ClusterEnvironment, is_set
-from rankwise.environments.network import is_loopback
+from rankwise.environments.network import LOOPBACK, is_loopback
 from rankwise.errors import ConfigurationError
 
 
@@ -244,7 +244,7 @@ class LocalEnvironment(ClusterEnvironment):
         "local_world_size": 1,
     }
     creates_processes_externally = False
-    main_address = "127.0.0.1"
+    main_address = LOOPBACK
 
     @property
     def main_port(self) -> int:

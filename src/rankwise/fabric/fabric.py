@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from rankwise.checks import as_list, check_is_a
+from rankwise.checks import check_is_a, checked_list
 from rankwise.compatibility.names import FABRIC_ATTRIBUTES, missing_attributes
 from rankwise.errors import (
     ConfigurationError,
@@ -85,8 +85,8 @@ class Fabric(FabricProcess):
         callbacks: Any = None,
         loggers: Logger | list[Logger] | None = None,
     ) -> None:
-        self.callbacks: list[Any] = as_list("callbacks", callbacks, object)
-        self.loggers: list[Logger] = as_list("loggers", loggers, Logger)
+        self.callbacks: list[Any] = checked_list("callbacks", callbacks, object)
+        self.loggers: list[Logger] = checked_list("loggers", loggers, Logger)
         found = collect_plugins(plugins)
         self.strategy = collect_strategy(strategy, precision, found)
         check_strategy(self.strategy)

@@ -17,18 +17,18 @@ from rankwise.environments import TorchElasticEnvironment
 from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.gradient_sync.hook_registry import (
     CastHook,
+    CommHookFunction,
     CommHookRegistry,
-    Hook,
     HookPlace,
     NamedHook,
     PowerSGDMemory,
     allreduce_hook,
-    check_hook,
+    check_comm_hook,
     powersgd_hook,
 )
 from rankwise.named_options import split_options
 
-Wrapper = Callable[[Hook], Hook]
+Wrapper = Callable[[CommHookFunction], CommHookFunction]
 
 _WRAPPERS = {
     f"{name}{suffix}": dtype
@@ -63,7 +63,7 @@ class CommHook:
             return None
         wrap = _check_wrapper(wrapper)
         if not isinstance(hook, str):
-            function = check_hook(hook)
+            function = check_comm_hook(hook)
             _refuse_batched_powersgd(function)
             # torch's PowerSGD hook keeps its errors by bucket, which DDP changes; rankwise's replaces it.
             is_powersgd = _name_of(hook) == "powerSGD_hook" and function.__module__.startswith("torch.")
@@ -96,7 +96,7 @@ class CommHook:
         return self.is_local_sgd or "powersgd" in self.name.lower()
 
     @property
-    def function(self) -> Hook:
+    def function(self) -> CommHookFunction:
         """The hook within its wrapper."""
         return self.named.hook if self.wrapper is None else self.wrapper(self.named.hook)
 
@@ -155,7 +155,7 @@ class CommHook:
                 object.__setattr__(self.state, name, value)
 
 
-def _refuse_batched_powersgd(hook: Hook) -> None:
+def _refuse_batched_powersgd(hook: CommHookFunction) -> None:
     if _name_of(hook) == "batched_powerSGD_hook" and hook.__module__.startswith(_TORCH_HOOKS):
         raise ConfigurationError(
             message="torch's batched_powerSGD_hook cannot be used.",
@@ -177,7 +177,7 @@ def _check_wrapper(wrapper: Any) -> Wrapper | None:
 def register_ddp_comm_hook(
     model: nn.Module,
     state: Any = None,
-    hook: Hook | str | None = None,
+    hook: CommHookFunction | str | None = None,
     wrapper: Wrapper | str | None = None,
     *,
     ddp_comm_state: Any = None,

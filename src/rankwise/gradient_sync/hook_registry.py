@@ -24,7 +24,7 @@ from rankwise.seed import set_numpy_state
 if TYPE_CHECKING:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-Hook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
+CommHookFunction = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
 Layout = tuple[str, ...]
 """The names of the parameters in a bucket."""
 
@@ -46,7 +46,7 @@ class HookPlace(NamedTuple):
 class NamedHook(NamedTuple):
     """A registered hook; `CommHookRegistry.register` documents its fields."""
 
-    hook: Hook
+    hook: CommHookFunction
     make_state: Callable[..., Any] | None = None
     check: Callable[..., None] | None = None
     description: str = ""
@@ -73,7 +73,7 @@ class _Registry(NameTable[NamedHook]):
     def register(
         self,
         name: Any,
-        hook: Hook,
+        hook: CommHookFunction,
         make_state: Callable[..., Any] | None = None,
         description: str = "",
         override: bool = False,
@@ -98,7 +98,7 @@ class _Registry(NameTable[NamedHook]):
             DuplicateNameError: when the name is taken.
         """
         key = self._check_name(name, override)
-        self._entries[key] = NamedHook(check_hook(hook), make_state, check, description, averages)
+        self._entries[key] = NamedHook(check_comm_hook(hook), make_state, check, description, averages)
 
     def _find_unregistered(self, name: str) -> NamedHook:
         raise UnknownNameError(kind="comm_hook", name=name, known=tuple(self))
@@ -106,7 +106,7 @@ class _Registry(NameTable[NamedHook]):
     get = NameTable[NamedHook].entry
 
 
-def check_hook(hook: object) -> Hook:
+def check_comm_hook(hook: object) -> CommHookFunction:
     """Return the hook if it can be called with a state and a bucket, or raise."""
     if callable(hook) and not isinstance(hook, type):
         try:
@@ -141,7 +141,7 @@ class CastHook:
     """Runs another hook on a bucket in `dtype`; sparse gradients keep theirs."""
 
     dtype: torch.dtype
-    hook: Hook
+    hook: CommHookFunction
 
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Reduce a bucket."""

@@ -59,7 +59,7 @@ def check_period(period: Any, hook: CommHook | None) -> int | None:
     return period
 
 
-def check_combination(
+def check_sync_options(
     mode: GradientSyncMode,
     hook: CommHook | None,
     period: int | None,

@@ -22,8 +22,8 @@ from rankwise.gradient_sync.hook_registry import HookPlace, allreduce_hook
 from rankwise.gradient_sync.model_averaging import ModelAveraging, refuse_distributed_optimizer
 from rankwise.gradient_sync.options import (
     GradientSyncMode,
-    check_combination,
     check_period,
+    check_sync_options,
     check_weighting,
     resolve_sync_mode,
 )
@@ -60,7 +60,7 @@ from rankwise.process_group.collectives import has_other_ranks
 from rankwise.process_group.objects import gather_object
 
 _OF_A_JOB = ("_states", "_averaging", "_modules", "_counting", "_unit", "in_hooks")
-States = list[list[dict[str, Any]]]
+HookStates = list[list[dict[str, Any]]]
 NoSync = Callable[[nn.Module, bool], AbstractContextManager[Any]]
 """`no_sync(module, enabled)`: a block in which DDP does not average gradients if enabled."""
 
@@ -103,14 +103,14 @@ class GradientSync:
         self.hook = CommHook.checked(comm_hook, comm_state, comm_wrapper)
         self.weighting = check_weighting(gradient_weighting)
         self.period = check_period(model_averaging_period, self.hook)
-        check_combination(
+        check_sync_options(
             self.mode, self.hook, self.period, self.weighting, is_static=bool(ddp_kwargs.get("static_graph"))
         )
         is_plain = self.mode is not GradientSyncMode.FORCED_SYNC if self.hook is None else self.hook.is_plain
         # Whether a `WeightCarrier` averages the weights in DDP's buckets. DDP's search would not find it.
         is_copied_or_searched = finds_unused or ddp_kwargs.get("mixed_precision")
         self._has_carrier = self.weighting == "logged" and is_plain and not is_copied_or_searched
-        self._saved: States = []  # hook states of a checkpoint or an earlier job, by rank and wrapped module
+        self._saved: HookStates = []  # of a checkpoint or an earlier job, by rank and wrapped module
         self._clear()
 
     def _clear(self) -> None:
@@ -504,7 +504,7 @@ class GradientSync:
             states[0]["averaging"] = self._averaging.steps
         return states if any(states) else []
 
-    def gathered_states(self) -> States:
+    def gathered_states(self) -> HookStates:
         """Return the states of all ranks' hooks on rank 0, [] on the other ranks, which must call it too.
 
         After a failure on this rank return its own alone.
@@ -517,7 +517,7 @@ class GradientSync:
         gathered = gather_object(own) or []
         return gathered if any(gathered) else []
 
-    def load_states(self, states: States) -> None:
+    def load_states(self, states: HookStates) -> None:
         """Restore what `gathered_states` returned on rank 0, now or for the next job."""
         self._saved = states
         for number, state in enumerate(self._states):

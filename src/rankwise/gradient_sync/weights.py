@@ -26,7 +26,7 @@ from rankwise.gradient_sync.unused import check_finished
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from rankwise.gradient_sync.hook_registry import Hook
+    from rankwise.gradient_sync.hook_registry import CommHookFunction
 
 _CARRIER = "_rankwise_weight"
 
@@ -232,7 +232,7 @@ class WeightedReduction:
 
     weights: WeightAccumulator
     group: dist.ProcessGroup | None
-    others: Hook
+    others: CommHookFunction
     averages: ClassVar[bool] = True
 
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[Tensor]:

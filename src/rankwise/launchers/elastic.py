@@ -124,7 +124,7 @@ class ElasticLauncher(Launcher):
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
         from torch.distributed.launcher.api import LaunchConfig
 
-        from rankwise.launchers.elastic_rendezvous import LOOPBACK, NODES, register
+        from rankwise.launchers.elastic_rendezvous import LOOPBACK_HANDLER, NODES, register
 
         register()
         options: dict[str, Any] = {
@@ -132,7 +132,7 @@ class ElasticLauncher(Launcher):
             "max_nodes": self.nodes.most,
             "nproc_per_node": self.local_world_size,
             "run_id": self.nodes.run_id or f"rankwise-{secrets.token_hex(8)}",
-            "rdzv_backend": NODES if self.nodes.endpoint else LOOPBACK,
+            "rdzv_backend": NODES if self.nodes.endpoint else LOOPBACK_HANDLER,
             "rdzv_endpoint": self.nodes.endpoint,
             "rdzv_configs": {
                 "timeout": math.ceil(self.init_timeout.total_seconds()),

@@ -41,7 +41,7 @@ from rankwise.stores.values import read_value
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-LOOPBACK = "rankwise_loopback"
+LOOPBACK_HANDLER = "rankwise_loopback"
 """The name of the rendezvous of one node, for `LaunchConfig(rdzv_backend=...)`."""
 NODES = "rankwise_nodes"
 """The name of the rendezvous between nodes."""
@@ -56,7 +56,7 @@ _PARTS = (_NodeList, dynamic_rendezvous._NodeDesc, dt.datetime, dt.timedelta, dt
 
 def register() -> None:
     """Register both rendezvous handlers with torch; idempotent."""
-    rendezvous_handler_registry.register(LOOPBACK, LoopbackRendezvous)
+    rendezvous_handler_registry.register(LOOPBACK_HANDLER, LoopbackRendezvous)
     rendezvous_handler_registry.register(NODES, NodesRendezvous)
 
 
@@ -90,7 +90,7 @@ class _AgentRendezvous(RendezvousHandler):
 class LoopbackRendezvous(_AgentRendezvous):
     """A rendezvous of one agent, on the loopback interface."""
 
-    name = LOOPBACK
+    name = LOOPBACK_HANDLER
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         super().__init__(parameters)

@@ -73,7 +73,7 @@ class SupervisionOptions:
 
 @final
 @dataclass(eq=False)
-class WorkerState(MonitoredRank):
+class SupervisedRank(MonitoredRank):
     """A local rank, its channel, and how far it is."""
 
     sock: socket.socket
@@ -115,10 +115,10 @@ class WorkerState(MonitoredRank):
 class ShutdownSequence:
     """Ends the ranks of a supervisor: STOP, the grace period, SIGKILL; waits for unfinished checkpoints."""
 
-    workers: Sequence[WorkerState]  # the supervisor's list, which grows
+    workers: Sequence[SupervisedRank]  # the supervisor's list, which grows
     failures: FailureCollector
     loop: EventLoop  # its deadline is used from `begin` on
-    send: Callable[[WorkerState, Kind, bytes], None]
+    send: Callable[[SupervisedRank, Kind, bytes], None]
     options: SupervisionOptions
     is_main_stuck: Callable[[], bool]  # whether rank 0 in the main process has not noticed a Ctrl-C
     has_begun: bool = False  # a rank that ends afterwards has not failed
@@ -160,13 +160,13 @@ class ShutdownSequence:
             write_stderr(f"rankwise: the job ends when global_rank={ranks} has written its checkpoint.\n")
         self.loop.call_later(max(_SHORTEST_PAUSE_S, self.options.grace_period_s), self._end_grace)
 
-    def _saving(self) -> list[WorkerState]:
+    def _saving(self) -> list[SupervisedRank]:
         limit_s = self.options.teardown_timeout_s
         if limit_s is not None and time.monotonic() - self._began_s > limit_s:
             return []
         return [each for each in self.workers if not each.has_ended and each.heartbeat.is_saving()]
 
-    def _kill_but(self, spared: Sequence[WorkerState]) -> None:
+    def _kill_but(self, spared: Sequence[SupervisedRank]) -> None:
         for worker in self.workers:
             if worker.process is not None and not worker.has_ended and worker not in spared:
                 worker.process.kill()
@@ -207,7 +207,7 @@ class Supervisor:
         self.was_interrupted = False  # whether Ctrl-C ended the job
         self._stop_signals = {*options.stop_signals, signal.SIGINT}
         self._ending_signals = {*options.stop_signals, signal.SIGTERM, signal.SIGHUP}
-        self._workers: list[WorkerState] = []
+        self._workers: list[SupervisedRank] = []
         self._table = StoreTable()
         self._failures = FailureCollector(self._workers, on_failure)
         self._stalls = LocalStragglerMonitor(self._workers, options.stall_warning_s)
@@ -233,7 +233,7 @@ class Supervisor:
         """Take charge of a local rank, before `start`; `process` is None for the launching process itself."""
         sock.setblocking(False)
         fork_safety.close_in_child(sock)
-        self._workers.append(WorkerState(ranks, process, heartbeat, sock))
+        self._workers.append(SupervisedRank(ranks, process, heartbeat, sock))
 
     def start(self) -> None:
         """Begin to watch."""
@@ -450,13 +450,13 @@ class Supervisor:
                         worker.process.wait()
             self._settled.set()
 
-    def _on_channel(self, worker: WorkerState, events: int) -> None:
+    def _on_channel(self, worker: SupervisedRank, events: int) -> None:
         if events & WRITE:
             self._flush(worker, has_waited=True)
         if events & ~WRITE:
             self._read(worker)
 
-    def _read(self, worker: WorkerState) -> None:
+    def _read(self, worker: SupervisedRank) -> None:
         try:
             data = worker.sock.recv(_CHUNK)
         except BlockingIOError:
@@ -477,23 +477,23 @@ class Supervisor:
             else:
                 self._on_lost_channel(worker, worker.process.pid)
 
-    def _disconnect(self, worker: WorkerState) -> None:
+    def _disconnect(self, worker: SupervisedRank) -> None:
         self._loop.unregister(worker.sock)
         worker.is_connected = False
 
-    def _on_lost_channel(self, worker: WorkerState, pid: int) -> None:
+    def _on_lost_channel(self, worker: SupervisedRank, pid: int) -> None:
         """Fail if a rank that runs cannot report any more; one that ends is reported with its exit status."""
         is_in_job = self._job > 0 and worker.jobs_done < self._job
         is_expected = worker.has_failed or worker.has_stopped or self._shutdown.has_begun
         if is_in_job and not is_expected and has_memory(pid):
             self._on_broken_channel(worker, _LOST_CHANNEL)
 
-    def _on_broken_channel(self, worker: WorkerState, message: str) -> None:
+    def _on_broken_channel(self, worker: SupervisedRank, message: str) -> None:
         worker.has_failed = worker.has_left_job = True
         facts = {"exception_type": "BrokenChannel", "exception_message": message}
         self._on_failure(FailureRecord.of_rank(worker.ranks, worker.pid, **facts))
 
-    def _receive(self, worker: WorkerState, kind: Kind, payload: bytes) -> None:
+    def _receive(self, worker: SupervisedRank, kind: Kind, payload: bytes) -> None:
         if kind is Kind.HELLO:
             worker.has_started = True
         elif kind in (Kind.DONE, Kind.STOPPED):
@@ -519,11 +519,11 @@ class Supervisor:
         elif kind is Kind.STORE_CANCEL:
             self._table.cancel((worker, payload))
 
-    def _send(self, worker: WorkerState, kind: Kind, payload: bytes, more: bytes = b"") -> None:
+    def _send(self, worker: SupervisedRank, kind: Kind, payload: bytes, more: bytes = b"") -> None:
         worker.outgoing += frame(kind, payload + more)
         self._flush(worker)
 
-    def _flush(self, worker: WorkerState, *, has_waited: bool = False) -> None:
+    def _flush(self, worker: SupervisedRank, *, has_waited: bool = False) -> None:
         """Write what the channel takes now, the rest when it is writable, so that no rank can block us."""
         if not worker.is_connected:
             return
@@ -536,7 +536,7 @@ class Supervisor:
         if has_waited or worker.outgoing:
             self._loop.wait_writable(worker.sock, bool(worker.outgoing))
 
-    def _on_process_end(self, worker: WorkerState, events: int) -> None:
+    def _on_process_end(self, worker: SupervisedRank, events: int) -> None:
         process = worker.process
         if process is None:
             return
@@ -554,7 +554,7 @@ class Supervisor:
             self._failures.add_late(worker.end(worker.phase(is_in_job)))
         self._check()
 
-    def _on_early_end(self, worker: WorkerState, phase: str) -> None:
+    def _on_early_end(self, worker: SupervisedRank, phase: str) -> None:
         worker.has_failed = True
         self._on_failure(worker.end(phase))
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from rankwise.checks import check_is_a, check_keywords
-from rankwise.environments.network import LOOPBACK_INTERFACE
+from rankwise.environments.network import LOOPBACK, LOOPBACK_INTERFACE
 from rankwise.errors import (
     ConfigurationError,
     ProcessGroupError,
@@ -298,7 +298,7 @@ def _open_environment_store(
         return dist.HashStore()
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # then torchrun's agent hosts it
     # The ranks of one node use loopback, whatever address they were given, unless an agent hosts the store.
-    host = environment.main_address if is_agents or not ranks.is_one_node else "127.0.0.1"
+    host = environment.main_address if is_agents or not ranks.is_one_node else LOOPBACK
     address = (host, environment.main_port)
     store = open_store(None, address, hosts=ranks.is_global_zero and not is_agents, timeout=timeout)
     restart = find_restart(address, store, ranks, timeout).number if is_agents else 0

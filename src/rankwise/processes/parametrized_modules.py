@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-Kind = tuple[type[nn.Module], tuple[str, ...]]
+ParametrizedClass = tuple[type[nn.Module], tuple[str, ...]]
 """The class of a module before any parametrization, and the names of its parametrized tensors."""
 
 
-def kind_of(module: nn.Module) -> Kind:
+def kind_of(module: nn.Module) -> ParametrizedClass:
     """Return a module's class and what of it is parametrized."""
     if not parametrize.is_parametrized(module):
         return type(module), ()
@@ -21,7 +21,7 @@ def kind_of(module: nn.Module) -> Kind:
     return parametrize.type_before_parametrizations(module), tuple(parametrizations)
 
 
-def set_kind(module: nn.Module, kind: Kind) -> None:
+def set_kind(module: nn.Module, kind: ParametrizedClass) -> None:
     """Give a module a class, in which some tensors are parametrized; its parts still have to be set."""
     if kind_of(module) == kind:
         return

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from rankwise.environments.network import LOOPBACK
 from rankwise.errors import ProcessGroupError, RendezvousTimeoutError
 from rankwise.stores.private import PrivateStore
 from rankwise.stores.sealed import NamedPrefixStore, seal
 
-_LOOPBACK = "127.0.0.1"
 _BACKLOG = 1024
 _LIBUV_TAKES_SOCKETS = "2.8"  # the first torch whose default server takes a socket that listens already
 
@@ -48,7 +48,7 @@ def store_of_job(store: dist.Store, job: int, start: int = 0, *, key: bytes = b"
 
 
 def host_store(
-    timeout: timedelta, address: tuple[str, int] = (_LOOPBACK, 0)
+    timeout: timedelta, address: tuple[str, int] = (LOOPBACK, 0)
 ) -> tuple[dist.Store, tuple[str, int]]:
     """Host a TCP store, by default on loopback at a port that the kernel chooses; return it and its address.
 

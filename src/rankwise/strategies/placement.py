@@ -28,6 +28,7 @@ from rankwise.environments import (
     detect_environment,
 )
 from rankwise.environments.network import (
+    LOOPBACK,
     LOOPBACK_INTERFACE,
     interface_toward,
     listening_address,
@@ -49,7 +50,6 @@ from rankwise.strategies.config import ProcessConfig, check_devices, check_num_n
 from rankwise.torch_internals import JOB, check_torch
 
 # The address of a job on one node, whatever address the environment has, unless a launcher hosts the store.
-LOOPBACK = "127.0.0.1"
 
 
 @final

@@ -22,7 +22,7 @@ from rankwise.callbacks import (
     TQDMProgressBar,
 )
 from rankwise.callbacks.timer import parse_duration
-from rankwise.checks import as_list, check_choice, check_is_a, check_value
+from rankwise.checks import check_choice, check_is_a, check_value, checked_list
 from rankwise.compatibility.names import TRAINER_ARGUMENTS
 from rankwise.errors import ConfigurationError, InvalidArgumentError, UnknownArgumentError
 from rankwise.loggers import Logger
@@ -274,13 +274,13 @@ def with_module_callbacks(callbacks: list[Callback], returned: Any, added: set[t
 
 def _callbacks(name: str, given: Any) -> list[Callback]:
     """Return one callback or several as a list; those of Lightning's class get rankwise's class, too."""
-    callbacks = as_list(name, given, object)
+    callbacks = checked_list(name, given, object)
     for each in callbacks:
         if not isinstance(each, Callback):
             from rankwise.compatibility.lightning_classes import give_class_to_callback
 
             give_class_to_callback(each, Callback)
-    return as_list(name, callbacks, Callback)
+    return checked_list(name, callbacks, Callback)
 
 
 def _contradiction(callback: str, argument: str) -> ConfigurationError:
@@ -304,7 +304,7 @@ def collect_loggers(logger: Any, default_root_dir: str) -> list[Logger]:
         from rankwise.loggers import CSVLogger
 
         return [CSVLogger(default_root_dir)]
-    return [] if logger is False else as_list("logger", logger, Logger)
+    return [] if logger is False else checked_list("logger", logger, Logger)
 
 
 def with_known_keywords(init: Callable[P, None]) -> Callable[P, None]:

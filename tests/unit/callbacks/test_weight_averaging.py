@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rankwise.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
-from rankwise.callbacks.weight_averaging import share_buffers
+from rankwise.callbacks.weight_averaging import broadcast_buffers
 from rankwise.checkpoint import TorchCheckpointIO
 from rankwise.errors import CheckpointError, ConfigurationError, InvalidArgumentError, UnknownArgumentError
 from rankwise.strategies import DDPStrategy
@@ -203,7 +203,7 @@ def test_buffers_are_shared_at_once() -> None:
             return [tensor + 1 for tensor in obj]
 
     module = Counting()
-    share_buffers(module, Noting(accelerator="cpu", devices=1))
+    broadcast_buffers(module, Noting(accelerator="cpu", devices=1))
     assert shared == [[0, 0]]
     assert (module.count, module.twice) == (1, 1)
 

@@ -213,4 +213,7 @@ def test_a_damaged_failure_of_another_node_is_one_here(ends: Ends) -> None:
     worker = WorkerContext(RankInfo(0, 0, 0, 2, 1, 2), channel=ends.channel)
     worker._on_remote_failure(b"null")
     kind, payload = ends.receive()
-    assert (kind, FailureRecord.from_json(payload).exception_type) == (Kind.FAILURE, "ProcessGroupError")
+    assert (kind, FailureRecord.from_json(payload).exception_type) == (
+        Kind.FAILURE,
+        "ProcessGroupError",
+    )

@@ -24,7 +24,7 @@ from rankwise.launchers.elastic import (
     _Job,
     _worker_error,
 )
-from rankwise.launchers.elastic_rendezvous import LOOPBACK, NODES
+from rankwise.launchers.elastic_rendezvous import LOOPBACK_HANDLER, NODES
 from rankwise.launchers.worker_main import JobSpec
 from rankwise.processes.memory_file import owned_descriptor
 from rankwise.processes.signals import INTERRUPT_NOTICE
@@ -124,7 +124,7 @@ def test_what_the_agent_of_one_node_is_given(job: _Job, grace_period_s: float) -
     launcher = ElasticLauncher("fork", 2, Nodes(), 3, grace_period_s, timedelta(seconds=8.5))
     config, other = launcher._config(job), launcher._config(job)
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node, config.max_restarts) == (1, 1, 2, 3)
-    assert (config.rdzv_backend, config.rdzv_endpoint, config.start_method) == (LOOPBACK, "", "fork")
+    assert (config.rdzv_backend, config.rdzv_endpoint, config.start_method) == (LOOPBACK_HANDLER, "", "fork")
     assert config.run_id.startswith("rankwise-")
     assert config.run_id != other.run_id
     assert config.rdzv_configs["timeout"] == 9

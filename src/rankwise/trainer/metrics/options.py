@@ -172,7 +172,7 @@ def nothing_logged(name: str) -> ConfigurationError:
     )
 
 
-def described(name: str, before: tuple[str, Options], now: Options) -> ConfigurationError:
+def conflicting_options(name: str, before: tuple[str, Options], now: Options) -> ConfigurationError:
     """Return the error for a name that is logged in two ways; `before` is what has it already."""
     other, options = before
     common = min(now.names(name) & options.names(other))
@@ -238,7 +238,7 @@ def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks)) or "none"
 
 
-def reduced(name: str, parts: Sequence[Part]) -> Tensor:
+def reduced_value(name: str, parts: Sequence[Part]) -> Tensor:
     """Combine the ranks' parts, in the order of the ranks."""
     if len(kinds := {part.options.reduce_fx for part in parts}) > 1:
         raise ConfigurationError(

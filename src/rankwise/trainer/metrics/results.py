@@ -34,12 +34,12 @@ from rankwise.trainer.metrics.options import (
     RankParts,
     check_object_options,
     check_reduction_over_ranks,
-    described,
+    conflicting_options,
     nothing_logged,
     number_of,
     parts_by_name,
     ranks_of_group,
-    reduced,
+    reduced_value,
     reduction_named,
 )
 
@@ -331,7 +331,7 @@ class Results:
         logged: Mapping[str, _Metric | _LoggedObject] = {**self._metrics, **self._objects}
         for other, found in logged.items():
             if options.names(name) & found.options.names(other):
-                raise described(name, (other, found.options), options)
+                raise conflicting_options(name, (other, found.options), options)
 
     def _weight(self, name: str, options: Options) -> int:
         is_weighted = options.reduce_fx == "mean" and (options.on_epoch or options.sync_steps)
@@ -437,7 +437,7 @@ class Results:
             if mine:
                 ranks = mine[0].sync_ranks
                 parts = [part for rank, part in found.items() if ranks is None or rank in ranks]
-                values[name] = reduced(name, parts)
+                values[name] = reduced_value(name, parts)
         return values
 
     def _gathered_rows(self, strategy: Strategy, parts: Mapping[str, Part]) -> list[RankParts] | None:
@@ -516,7 +516,7 @@ class Results:
         found: dict[tuple[int, int], dict[str, Tensor]] = {}
         for name, history in self._history.items():
             for position, part in history:
-                found.setdefault(position, {})[name] = reduced(name, [part])
+                found.setdefault(position, {})[name] = reduced_value(name, [part])
         for name, by_rank in by_name.items():
             merged: dict[tuple[int, int], dict[int, Part]] = {}
             for rank, part in by_rank.items():
