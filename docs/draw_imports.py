@@ -45,7 +45,7 @@ SUBJECTS = {
 """What each folder (or file, such as `registry.py`) is for."""
 
 BASICS = (
-    *("start", "lazy_names", "time_limit", "errors", "checks", "ranks", "seed"),
+    *("start", "time_limit", "errors", "checks", "ranks", "seed"),
     *("named_options", "nested", "hyperparameters", "paths", "torch_internals"),
 )
 NOT_DRAWN = (*BASICS, "__init__", "__main__")

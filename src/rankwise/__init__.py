@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from rankwise.lazy_names import lazy_names
-from rankwise.start import CONTEXT_VARIABLE
+from rankwise.start import CONTEXT_VARIABLE, lazy_names
 
 if CONTEXT_VARIABLE in os.environ:  # a re-run script: connect to the main process before anything else
     from rankwise.launchers.worker_main import attach

@@ -1,9 +1,11 @@
-"""Record the working directory at `import rankwise`, before the script can change it."""
+"""What `import rankwise` does at once: record the working directory, and import names on first use."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 try:
@@ -16,3 +18,22 @@ CONTEXT_VARIABLE = "RANKWISE_WORKER"
 
 # Set in such a script: returns the random state of the main process when it imported `rankwise.seed`.
 main_random_state: Callable[[], Any] | None = None
+
+
+def lazy_names(package: str, names_by_module: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package that imports a name from its module on first use, and keeps it.
+
+    `names_by_module` has the names of each module, with spaces between them. A name whose module is called
+    like it stands for that module.
+    """
+    homes = {name: module for module, names in names_by_module.items() for name in names.split()}
+
+    def import_name(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module = import_module(homes[name])
+        value = module if homes[name] == f"{package}.{name}" else getattr(module, name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return import_name

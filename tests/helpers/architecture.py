@@ -10,7 +10,6 @@ from pathlib import Path
 
 ORDER = (
     "start",
-    "lazy_names",
     "time_limit",
     "errors",
     "checks",

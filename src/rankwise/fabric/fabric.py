@@ -30,7 +30,8 @@ from rankwise.fabric.optimizer import FabricOptimizer, fabric_optimizer
 from rankwise.fabric.process import FabricProcess
 from rankwise.gradient_sync import GradientSyncMode
 from rankwise.loggers import Logger
-from rankwise.loggers.base import finalize_all, numbers
+from rankwise.loggers.base import finalize_all
+from rankwise.loggers.values import numbers
 from rankwise.precision import Precision, configured_optimizers
 from rankwise.process_group.after_failure import collectives_refused_after_failure
 from rankwise.registry import agreed_placement, collect_plugins, collect_strategy

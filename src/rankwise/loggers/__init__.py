@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rankwise.lazy_names import lazy_names
+from rankwise.start import lazy_names
 
 if TYPE_CHECKING:
     from rankwise.loggers.base import Logger, rank_zero_experiment

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import final
 
 from rankwise.checks import check_minimum
-from rankwise.loggers.base import numbers, rank_zero_experiment
-from rankwise.loggers.hyper_parameters import HyperParameters, nested_parameters
-from rankwise.loggers.run_folder import RunFolderLogger
+from rankwise.loggers.base import RunFolderLogger, rank_zero_experiment
+from rankwise.loggers.values import HyperParameters, nested_parameters, numbers
 from rankwise.ranks import rank_zero_only
 
 _METRICS = "metrics.csv"

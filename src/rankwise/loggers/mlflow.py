@@ -12,8 +12,8 @@ from urllib.parse import unquote, urlparse
 
 from rankwise.checks import check_installed
 from rankwise.errors import ConfigurationError
-from rankwise.loggers.base import Logger, image_array, numbers, rank_zero_experiment
-from rankwise.loggers.hyper_parameters import HyperParameters, flat_parameters
+from rankwise.loggers.base import Logger, rank_zero_experiment
+from rankwise.loggers.values import HyperParameters, flat_parameters, image_array, numbers
 from rankwise.paths import absolute_path
 from rankwise.ranks import rank_zero_only
 

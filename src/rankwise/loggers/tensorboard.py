@@ -11,9 +11,8 @@ from typing import Any, final
 from torch import nn
 
 from rankwise.checks import check_installed
-from rankwise.loggers.base import image_array, numbers, rank_zero_experiment
-from rankwise.loggers.hyper_parameters import HyperParameters, flat_parameters
-from rankwise.loggers.run_folder import RunFolderLogger
+from rankwise.loggers.base import RunFolderLogger, rank_zero_experiment
+from rankwise.loggers.values import HyperParameters, flat_parameters, image_array, numbers
 from rankwise.nested import to_device
 from rankwise.ranks import rank_zero_only
 

@@ -17,8 +17,8 @@ from torch import nn
 
 from rankwise.checks import check_installed
 from rankwise.errors import ConfigurationError
-from rankwise.loggers.base import Logger, numbers, rank_zero_experiment
-from rankwise.loggers.hyper_parameters import HyperParameters, nested_parameters
+from rankwise.loggers.base import Logger, rank_zero_experiment
+from rankwise.loggers.values import HyperParameters, nested_parameters, numbers
 from rankwise.paths import absolute_path
 from rankwise.ranks import rank_zero_only
 

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from rankwise.checks import check_name
-from rankwise.lazy_names import lazy_names
+from rankwise.start import lazy_names
 
 if TYPE_CHECKING:
     from rankwise.profilers.advanced import AdvancedProfiler

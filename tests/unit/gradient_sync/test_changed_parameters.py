@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync import tracking
-from rankwise.gradient_sync.trained_set import TrainedSet
+from rankwise.gradient_sync.tracking import TrainedSet
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
 from tests.unit.gradient_sync.helpers import FEATURES, batch
 

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from rankwise.loggers.base import image_array
+from rankwise.loggers.values import image_array
 
 
 def test_types() -> None:

@@ -1,4 +1,4 @@
-"""Hyper parameters in the forms in which loggers write them."""
+"""Convert hyperparameters, metrics and images to the forms in which loggers write them."""
 
 from __future__ import annotations
 
@@ -62,3 +62,26 @@ def _plain(value: Any) -> Any:
     if is_number or (isinstance(value, Tensor) and value.numel() == 1):
         return value.item()
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def numbers(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return metrics as Python's numbers, with `prefix-` before each name if there is a prefix."""
+    return {
+        f"{prefix}-{name}" if prefix else name: value.item() if isinstance(value, Tensor) else value
+        for name, value in metrics.items()
+    }
+
+
+def image_array(image: Any) -> Any:
+    """Return an image as a NumPy array, of shape (height, width) or (height, width, channels).
+
+    Args:
+        image: a tensor of shape (channels, height, width) or (height, width), a NumPy array with the channels
+            last, or an image of Pillow. Floating-point values are from 0 to 1, integers from 0 to 255.
+    """
+    if isinstance(image, Tensor):
+        image = image.detach().cpu()
+        return (image.permute(1, 2, 0) if image.ndim == 3 else image).numpy()
+    import numpy as np
+
+    return np.asarray(image)

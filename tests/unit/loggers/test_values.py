@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rankwise.loggers.hyper_parameters import flat_parameters, nested_parameters
+from rankwise.loggers.values import flat_parameters, nested_parameters
 
 
 @dataclass
