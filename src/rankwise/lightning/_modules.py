@@ -44,7 +44,7 @@ def add_submodules(module: str, *names: str) -> None:
 
 
 def copy_submodules(module: str, *parts: ModuleType) -> None:
-    """Make modules, and their submodules, importable as submodules of another, too."""
+    """Also register modules, with their submodules, as submodules of another module."""
     for part in parts:
         own = part.__name__
         here = f"{module}.{own.rpartition('.')[2]}"

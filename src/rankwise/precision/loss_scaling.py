@@ -122,7 +122,7 @@ class ScaledPrecision(DtypePrecision):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = dict(state_dict.get("scaler", {}))
         known = torch.amp.GradScaler("cpu").state_dict() if saved else {}
-        # The conversion raises where a value is no number.
+        # The conversion raises if a value is not a number.
         self._state = {name: type(value)(saved[name]) for name, value in known.items()}
         self._scaler = None
         self._unscaled, self._stepped = {}, set()

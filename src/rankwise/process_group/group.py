@@ -80,7 +80,7 @@ def init_process_group(
         backend: `"gloo"`, `"nccl"`, ...; by default NCCL on CUDA, gloo on the CPU, torch's own elsewhere.
         global_rank: instead of the environment's. On one node it is the local rank too.
         world_size: instead of the environment's.
-        device: this rank's; by default the CUDA device of its local rank where there is one, else the CPU.
+        device: this rank's; by default the CUDA device of its local rank if there is one, else the CPU.
         timeout: how long a collective may take.
         init_timeout: how long to wait for the other ranks.
         options: for torch's function of this name, such as `pg_options`.

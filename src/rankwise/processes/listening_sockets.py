@@ -25,7 +25,7 @@ def open_sockets() -> set[tuple[str, str]]:
     with suppress(OSError):  # no Linux
         for descriptor in os.listdir(_OPEN_FILES):  # noqa: PTH208  a tenth of the time of a path each
             with suppress(OSError):  # closed meanwhile
-                link = os.readlink(f"{_OPEN_FILES}/{descriptor}")  # noqa: PTH115  "socket:[1]" is no path
+                link = os.readlink(f"{_OPEN_FILES}/{descriptor}")  # noqa: PTH115  "socket:[1]" is not a path
                 if link.startswith("socket:"):
                     found.add((descriptor, link))
     return found

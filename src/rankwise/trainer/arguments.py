@@ -273,7 +273,7 @@ def with_module_callbacks(callbacks: list[Callback], returned: Any, added: set[t
 
 
 def _callbacks(name: str, given: Any) -> list[Callback]:
-    """Return one callback or several as a list; those of Lightning's class get rankwise's class, too."""
+    """Return one callback or several as a list; Lightning callbacks also get rankwise's class."""
     callbacks = checked_list(name, given, object)
     for each in callbacks:
         if not isinstance(each, Callback):

@@ -25,7 +25,7 @@ def compare_ranks(
     """Compare the ranks as `check_ranks_every_n_steps` says. Collective.
 
     Args:
-        context: that of a fit.
+        context: of a fit.
         when: where this is called, for the message.
         are_models_averaged: False between two averages of post-local SGD.
         with_buffers: whether buffers have just been shared.
@@ -102,7 +102,7 @@ def _described(value: object) -> str | None:
 
 
 def check_unowned(context: LoopContext) -> None:
-    """Make sure that all ranks have the same values of what no optimizer of the trainer updates. Collective.
+    """Check that ranks agree on parameters that no optimizer of the trainer updates. Collective.
 
     A callback may train it on the batches of its own rank.
 
@@ -132,7 +132,7 @@ def _state_of(optimizer: Optimizer, parameter: Tensor, label: str) -> dict[str, 
 
 
 def fingerprint_of_checkpoint(checkpoint: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return the facts that must be the same of the checkpoint that each rank has found and loaded."""
+    """Return the facts of this rank's checkpoint that must be the same on all ranks."""
     names = ("global_step", "epoch", "seed", "run_id")
     found = "none" if checkpoint is None else ", ".join(f"{name} {checkpoint.get(name)}" for name in names)
     return {"the checkpoint": found}

@@ -39,9 +39,9 @@ class Hook:
         name: the name of the method.
         arguments: what it gets, in callbacks after `trainer, module`; those with a `?` only where they apply,
             or if the method takes them.
-        moment: when it is called, and what the method of the base class does if it does something.
-        owners: who may define it, in the order in which they are called. Of a data module and a module that
-            define a hook which returns something, only the data module's is called.
+        moment: when it is called, and the default behaviour if there is any.
+        owners: who may define it, in the order of the calls. If a data module and a module both define a hook
+            with a return value, only the data module's is called.
         is_automatic: whether it is called in automatic optimisation only.
     """
 
@@ -206,7 +206,7 @@ REFUSED: Mapping[Owner, Mapping[str, str]] = {
     }
     for owner in _ALL
 }
-"""Hooks that would never be called, and what to write instead, by who may not define them."""
+"""Hooks that would never be called, with what to write instead, by the kind of object."""
 
 
 # ------------------------------------------------------------------ checks before a stage
@@ -383,7 +383,7 @@ _OF_BATCHES = ("on_train_batch_start", "on_train_batch_end")
 
 
 def _extends_ours(method: Callable[..., Any]) -> bool:
-    """Return whether a method overrides that of a callback of rankwise's, which counts padding steps."""
+    """Return whether a method overrides one of rankwise's own callbacks, which count padding steps."""
     classes = type(getattr(method, "__self__", None)).__mro__
     name = getattr(method, "__name__", "")
     return any(
@@ -412,13 +412,13 @@ class Hooks:
     module: TrainingModule
     stage: Any  # a `StageState`, whose file imports this one
     _calls: dict[str, _Calls] = field(default_factory=dict)
-    _callbacks: list[Callback] = field(default_factory=list)  # those that `_calls` was made for
+    _callbacks: list[Callback] = field(default_factory=list)  # the callbacks that `_calls` was made for
 
     def call(self, name: str, *args: Any, before_monitoring: Callable[[], None] | None = None) -> object:
         """Call a hook of the data module, the callbacks, the module, and then of the monitoring callbacks.
 
         `before_monitoring` runs before the monitoring callbacks and publishes the metrics that they read.
-        Return what the module's hook has returned.
+        Return the result of the module's hook.
         """
         trainer, module = self.trainer, self.module
         calls = self._calls.get(name) if trainer.callbacks == self._callbacks else None
@@ -522,7 +522,7 @@ class Hooks:
     def call_exception_hooks(self, error: BaseException) -> None:
         """Call `on_exception` of the callbacks, then of the data module; modules do not have it.
 
-        What they raise is logged, as the failure that they follow is raised.
+        Their exceptions are logged, because the original failure is raised.
         """
         for callback in self.trainer.callbacks:
             with errors_logged(f"{type(callback).__name__}.on_exception"):
@@ -534,11 +534,11 @@ class Hooks:
 
 @contextmanager
 def errors_logged(hook: str) -> Iterator[None]:
-    """Log what a hook raises after a failure, which is raised instead."""
+    """Log an exception of a hook after a failure; the failure is raised instead."""
     handled = sys.exc_info()[1]
     try:
         yield
-    except (Exception, SystemExit) as error:  # noqa: BLE001  hooks are anybody's code
+    except (Exception, SystemExit) as error:  # noqa: BLE001  hooks are the user's code
         if error.__context__ is handled:
             error.__suppress_context__ = True  # the failure is shown by itself
         _log.warning("%s raised an error after the failure of the job:", hook, exc_info=error)

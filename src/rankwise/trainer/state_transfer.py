@@ -37,7 +37,7 @@ _METRICS = {  # keys in checkpoints, and attributes of `PublishedMetrics`
 
 
 def known_to_caller(context: LoopContext) -> KnownToCaller:
-    """Return the objects of a stage that the calling process has, too."""
+    """Return the objects of a stage that the calling process also has."""
     datamodule, loggers = context.datamodule, enumerate(context.loggers)
     data = {} if datamodule is None else {"datamodule": datamodule}
     return KnownToCaller(

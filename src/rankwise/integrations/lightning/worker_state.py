@@ -23,7 +23,7 @@ _PLAIN = (bool, int, float, str, type(None), _BaseProgress)
 
 
 def known_to_caller(trainer: Any, data_module: Any) -> KnownToCaller:
-    """Return the objects of a stage that the calling process has, too."""
+    """Return the objects of a stage that the calling process also has."""
     others = [*trainer.callbacks, *trainer.loggers, *([] if data_module is None else [data_module])]
     return KnownToCaller(
         trainer.lightning_module,

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def takes_closures(context: LoopContext) -> bool:
     """Return whether the optimizer gets the closure in automatic optimisation, or steps after it.
 
-    An optimizer that needs one gets it. If the module defines `optimizer_step`, so does an optimizer that is
-    not torch's, where precision and options allow that: it may call the closure twice.
+    An optimizer that needs a closure gets it. If the module defines `optimizer_step`, an optimizer that is
+    not torch's gets it too, if precision and options allow that: it may call the closure twice.
 
     Raises:
         ConfigurationError: with options that cannot be used where a closure is needed; on every rank.
@@ -38,7 +38,7 @@ def _is_16_bit(context: LoopContext) -> bool:
 
 
 def _excluding(context: LoopContext) -> Iterator[tuple[str, bool, str]]:
-    """Yield what excludes several gradients in a step: an argument, whether it is set, and a remedy."""
+    """Yield the arguments that exclude several backward passes in a step: name, whether it is set, remedy."""
     options, hook, precision = context.options, context.strategy.gradients.hook, context.strategy.precision
     yield from (
         ("accumulate_grad_batches", options.accumulate_grad_batches > 1, "larger batches"),

@@ -114,7 +114,7 @@ class ManualOptimization:
         self.optimizers = [ManualOptimizer(self, optimizer) for optimizer in context.optimizers]
 
     def begin_epoch(self) -> None:
-        """Read what the weights of the epoch's batches need."""
+        """Read the data for the weights of the epoch's batches."""
         self.weighting.begin_epoch()
 
     def run_batch(self, batch: Any, batch_idx: int, is_window_end: bool) -> Any:

@@ -50,7 +50,7 @@ class SchedulerConfig:
     Attributes:
         interval: `"epoch"` or `"step"`.
         frequency: it steps after every epoch whose number, counted from 1, is a multiple of this; or after
-            every optimizer step at which the number of batches of the epoch so far is one.
+            every optimizer step at which the number of batches of the epoch so far is a multiple.
         monitor: the metric that `ReduceLROnPlateau` monitors.
         strict: whether it is an error if that metric was not logged.
         reduce_on_plateau: whether a scheduler of your own gets the metric, too.
@@ -217,14 +217,14 @@ class OptimizerSet:
     optimizers: list[Optimizer] = field(default_factory=list)
     schedulers: list[SchedulerConfig] = field(default_factory=list)
     _pending: tuple[list[Any], list[Any]] | None = None
-    _module: TrainingModule | None = None  # whose optimizers they are
+    _module: TrainingModule | None = None  # the module that they optimize
     _precision: Precision | None = None
     _gradients: dict[str, Tensor] | None = None  # of a manual fit before, where pickling has lost them
     _create: Callable[[], None] | None = None  # creates optimizers from the pending states
 
     @property
     def created(self) -> OptimizerSet:
-        """This set, after it has created optimizers whose states other processes have sent."""
+        """This set, with the optimizers created from states that other processes have sent."""
         if self._create is not None:
             self._create()
         return self
@@ -254,7 +254,7 @@ class OptimizerSet:
             self._gradients = None
 
     def named_parameters(self, module: TrainingModule) -> dict[str, Tensor]:
-        """Return the module's parameters, and those that only the optimizers have, such as 32-bit copies."""
+        """Return the module's parameters, and parameters that only optimizers have, such as 32-bit copies."""
         named: dict[str, Tensor] = dict(module.named_parameters())
         inside = {id(parameter) for parameter in named.values()}
         return named | {

@@ -39,7 +39,7 @@ def restore_groups(
 
     Raises:
         ConfigurationError: for a parameter that is not in the module, and was added after the creation of the
-            optimizer: nothing tells which one of the program it was.
+            optimizer: it cannot be matched with a parameter of the program.
     """
     own = groups_of(optimizer, module, parameters_of)
     mains = iter([each for group in optimizer.param_groups for each in group["params"]])

@@ -134,7 +134,7 @@ class Stopping:
 
     @property
     def _is_reporter(self) -> bool:
-        """Whether this process says that Ctrl-C has been noted; a supervisor does it for its ranks."""
+        """Whether this process prints that Ctrl-C stops training; a supervisor prints it for its ranks."""
         return self._strategy.worker.channel is None and self._strategy.is_global_zero
 
     @property

@@ -68,7 +68,7 @@ class BatchSchedule:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks share the data."""
+        """The number of ranks that share the data."""
         return len(self._lengths)
 
     def ends_by_rank(self, end: int, num_replicas: int) -> list[int]:

@@ -108,7 +108,7 @@ class BatchWeighting:
         return not self._is_alone or self._settings.accumulate_grad_batches > 1
 
     def begin_batch(self, batch_idx: int, is_window_end: bool) -> float:
-        """Return what to multiply the gradients of the window's earlier batches by.
+        """Return the factor for the gradients of the window's earlier batches.
 
         Where the ranks count their batches one by one, a window counts as full until its last batch. Only
         then it is known how many batches of how many ranks it has.

@@ -222,7 +222,7 @@ def _in_one_window(metric: Any, states: list[State]) -> list[State]:
 
 
 def unmergeable(metrics: Metrics, by_rank: Sequence[States]) -> list[str]:
-    """Return the metric objects that one rank cannot go on updating after others' updates.
+    """Return the metric objects that a rank cannot update further after merging the other ranks' updates.
 
     torchmetrics puts their states side by side, for the final value only.
     """

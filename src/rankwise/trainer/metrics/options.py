@@ -212,7 +212,7 @@ def parts_by_name(gathered: Sequence[RankParts]) -> dict[str, dict[int, Part]]:
 
 
 def _expected(found: Mapping[int, Part]) -> set[int] | None:
-    """Return the ranks that must have logged a value, as those that have say; None for all."""
+    """Return the ranks that must log a value, by the options of the ranks that have; None for all."""
     ranks = [part.options.ranks for part in found.values()]
     return None if None in ranks else {rank for some in ranks for rank in some or ()}
 

@@ -345,7 +345,7 @@ class Results:
         return 1 if self._batch_size is None else self._batch_size
 
     def stop(self) -> None:
-        """Leave what is logged from here on out of the state: a later fit ends the epoch again."""
+        """Exclude values logged from here on from the state: a later fit ends the epoch again."""
         self._state = self.state_dict()
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
@@ -545,7 +545,7 @@ class Results:
 
     @property
     def _is_counted(self) -> bool:
-        """Whether this rank has to log what the others log."""
+        """Whether this rank must log the same names as the others."""
         return self._num_batches > 0 and not self._is_muted
 
     def _reported(
