@@ -23,7 +23,7 @@ _CHUNK = 1 << 16
 _LONGEST = 1 << 26
 
 REQUEST_ID_SIZE = 8
-"""How many bytes the number of a store request takes, which precedes the request and its reply."""
+"""The size in bytes of a store request's number, which precedes the request and its reply."""
 
 
 @unique
@@ -113,7 +113,7 @@ class RankChannel:
 
     def __init__(self, sock: socket.socket, on_lost: Callable[[], None]) -> None:
         self._sock = sock
-        sock.settimeout(None)  # whatever the program has set as the default
+        sock.settimeout(None)  # whatever default the program has set
         fork_safety.close_in_child(sock)  # a process that the rank forks is not the rank
         self._on_lost = on_lost
         self._on_stop: Callable[[], None] | None = None
@@ -186,7 +186,7 @@ class RankChannel:
         self._call_stop()
 
     def call_on_request(self, on_request: Callable[[int], None] | None) -> None:
-        """Call `on_request` with a signal's number when this rank shall stop at a boundary, if it can."""
+        """Call `on_request` with a signal's number when this rank should stop at a boundary, if it can."""
         self._on_request = on_request
         self.send(Kind.IN_LOOP, b"0" if on_request is None else b"1")
 

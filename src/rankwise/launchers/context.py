@@ -1,4 +1,4 @@
-"""`Launcher`, and the `WorkerContext` that it passes to what it runs: place in the job, store, channel."""
+"""`Launcher`, and the `WorkerContext` of a rank: its place in the job, store and channel."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Launcher(ABC):
     """Run one function as every local rank.
 
     Attributes:
-        runs_in_caller: whether the calling process is a rank itself, so that what the function changes is
-            changed in the caller.
+        runs_in_caller: whether the calling process is a rank itself, so that the function changes the
+            caller's own objects.
     """
 
     runs_in_caller: ClassVar[bool]
@@ -50,7 +50,7 @@ class Launcher(ABC):
         """Whether processes of other ranks exist before `launch`, and would wait for this one."""
 
     def context_between_jobs(self) -> WorkerContext | None:
-        """Return this rank's context while it continues with others after a job; None where none do."""
+        """Return this rank's context if it continues with other ranks after a job, or None."""
         return None
 
     @abstractmethod
@@ -194,7 +194,7 @@ class WorkerContext:
         return self._monitor
 
     def _on_remote_failure(self, text: bytes) -> None:
-        """Report another node's failure to the supervisor, which sees those of this node itself."""
+        """Report another node's failure to the supervisor; it sees failures on this node itself."""
         if self.channel is None:
             return
         try:
@@ -223,7 +223,7 @@ class WorkerContext:
     def report_failure(
         self, error: BaseException, record: FailureRecord | None = None, *, is_early: bool = False
     ) -> None:
-        """Report what ended this rank's work, once: to the supervisor, or to an agent in its error file.
+        """Report the failure of this rank, once: to the supervisor, or to an agent in its error file.
 
         Before the group ends, because the other ranks fail then too. The supervisor gets `record`, if given.
         `is_early` is whether hooks of the user follow, and then another call; `leave` ends them.
@@ -324,7 +324,7 @@ class CallerLauncher(Launcher):
 
 
 def _write_error_file(error: Exception, record: FailureRecord | None) -> None:
-    """Write the file in which torch's agent looks for what ended a rank."""
+    """Write the error file, in which torch's agent looks for the failure of a rank."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     if record is not None and record.is_consequence:
@@ -333,9 +333,9 @@ def _write_error_file(error: Exception, record: FailureRecord | None) -> None:
 
 
 def torchrun_variables(ranks: RankInfo, address: tuple[str, int] | None) -> dict[str, str]:
-    """Return the variables that torchrun gives its workers; `MASTER_*` only where something listens.
+    """Return the variables that torchrun gives its workers; `MASTER_*` only if something listens there.
 
-    Runs on: the launching process, whose id names the run.
+    Runs on: the launching process; its process id names the run.
 
     Source: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
     """
@@ -366,7 +366,7 @@ def torchrun_variables(ranks: RankInfo, address: tuple[str, int] | None) -> dict
 @final
 @dataclass(frozen=True)
 class ContextDescription:
-    """What the environment variable of a re-run script has; the last three are descriptors."""
+    """The contents of a re-run script's environment variable; the last three are descriptors."""
 
     inode: int  # of the channel's socket
     ranks: RankInfo

@@ -35,14 +35,14 @@ from rankwise.torch_internals import ELASTIC, check_torch
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
-# A rank whose failure looks like the consequence of another's exits that much later, after the other.
+# How much later a rank exits if its failure looks like a consequence of another rank's.
 _SETTLE_S = 0.5
 _AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _LEFT_TO_TORCH = signal.SIGQUIT  # torch insists on one signal
-# How long ranks that train have, after SIGTERM, to come to a boundary and save: as under torchrun.
+# How long training ranks have after SIGTERM to reach a boundary and save: as under torchrun.
 _STOP_TIMEOUT_S = 30
 _SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-# The agent reports why it restarts its ranks nowhere; it only logs torch's exception.
+# The agent does not report why it restarts its ranks; it only logs torch's exception.
 _AGENT_LOGGERS = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
 _STOPPED = type(stopped_by(signal.SIGTERM)).__name__
 _log = logging.getLogger(__name__)
@@ -51,12 +51,12 @@ _log = logging.getLogger(__name__)
 @final
 @dataclass(frozen=True)
 class Nodes:
-    """How many nodes a job has, and where their agents meet."""
+    """The number of nodes of a job, and the place where their agents meet."""
 
     fewest: int = 1  # to start, or to continue after a failure
     most: int = 1
     endpoint: str = ""  # host and port of the first node's agent; empty for a job on one node
-    run_id: str = ""  # what the agents of a job have in common; empty for a random one
+    run_id: str = ""  # the id that a job's agents share; empty for a random one
     own_address: Callable[[str], str] = str  # where this node listens, given the endpoint's host
 
 
@@ -165,11 +165,11 @@ class _Job:
     start: RestartInfo = field(default_factory=RestartInfo)  # the same on all nodes, unlike an agent's count
 
     def records(self) -> list[FailureRecord]:
-        """Return what the ranks of the last start have reported of their failures."""
+        """Return the failures that the ranks of the last start have reported."""
         return [each for each in self.written() if each.exception_type]
 
     def note_exit(self, pid: int, status: int) -> None:
-        """Record how a rank of the last start ended, unless it has reported that. Runs on: the agent."""
+        """Record the exit of a rank of the last start, unless it was reported. Runs on: the agent."""
         ended = [each for each in self.written() if each.pid == pid and not each.exception_type]
         now_s = time.monotonic()
         self.unreported += [dataclasses.replace(each, exit_status=status, at_s=now_s) for each in ended]
@@ -194,7 +194,7 @@ class _Job:
         unknown = "nodes came or went, or a rank was killed"
         if self.is_alone:
             unknown = "a rank ended without an exception"
-        # When nodes come or go, the agent asks the ranks that are there to stop, and they do.
+        # When nodes join or leave, the agent stops the present ranks; that is not a failure.
         raised = [each for each in self.records() if each.exception_type != _STOPPED]
         if not (records := [*self.unreported, *raised]):
             return unknown
@@ -294,7 +294,7 @@ def _worker_error(failures: Mapping[int, Any], job: _Job, started_s: float) -> W
 
 # In the order of RankInfo's fields.
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
-# What the agent sets for each worker.
+# The variables that the agent sets for each worker.
 _AGENT_VARIABLES = (*_RANK_VARIABLES, "ROLE_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_")
 
 

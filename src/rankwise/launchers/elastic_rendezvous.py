@@ -1,9 +1,9 @@
 """Rendezvous handlers for torch's elastic agent: on one node, and between nodes.
 
-torch (2.13) keeps the store of the first start for all later ones and publishes its address in that start
-only: a node that comes back waits for it in vain. Each agent counts restarts by itself, so that nodes may
-disagree on which start it is. Torch's stores listen on every interface. Its agents load the list of nodes
-from the store as a pickle, whoever has written it.
+torch (2.13) keeps the store of the first start for all later ones, and publishes its address in that start
+only: a node that rejoins waits for it in vain. Each agent counts restarts by itself, so nodes may disagree
+on the number of the start. Torch's stores listen on every interface. Its agents load the list of nodes from
+the store as a pickle, whoever has written it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NODES = "rankwise_nodes"
 _DEFAULT_PORT = 29400  # torch's
 _ANSWER = timedelta(seconds=60)  # torch's
 _MEETING = "rankwise/meeting"
-# What a pickled list of nodes consists of, beside built-in types.
+# The classes in a pickled list of nodes, besides built-in types.
 _NodeList: Any = dynamic_rendezvous._RendezvousState
 _PARTS = (_NodeList, dynamic_rendezvous._NodeDesc, dt.datetime, dt.timedelta, dt.timezone)
 
@@ -124,7 +124,7 @@ class _NodeListUnpickler(pickle.Unpickler):
 
 @final
 class _CheckedBackend(C10dRendezvousBackend):
-    """torch's, except that what it returns is certain to be a list of nodes: torch loads it as a pickle."""
+    """torch's back end, with a check that the state is a list of nodes: torch loads it as a pickle."""
 
     def get_state(self) -> tuple[bytes, Any] | None:
         found: tuple[bytes, Any] | None = super().get_state()

@@ -50,7 +50,7 @@ from rankwise.ranks import RankInfo
 _one_at_a_time = threading.Lock()
 # The jobs on several nodes, which all meet in one store: every node counts the same.
 _jobs = itertools.count(1)
-# Of the jobs that threads of this process wait for.
+# The jobs that threads of this process wait for.
 _supervisors: set[Supervisor] = set()
 PRELOAD = "rankwise.launchers.preload"
 
@@ -73,7 +73,7 @@ def _end_jobs_at_exit() -> None:
 def _end_jobs() -> None:
     """End the jobs for which daemon threads wait when the program ends.
 
-    Otherwise multiprocessing, which joins all that it has started, would hold the program up until then.
+    Otherwise multiprocessing would block the exit of the program: it joins all processes that it has started.
     """
     for supervisor in list(_supervisors):
         supervisor.end_all(by=signal.SIGTERM)
@@ -123,7 +123,7 @@ class MultiprocessLauncher(Launcher):
 
 
 def _values_of(group: WorkerGroup, started_s: float) -> dict[int, Any]:
-    """Return what the ranks of a group have returned, by global rank."""
+    """Return the ranks' return values, by global rank."""
     return {
         rank.global_rank: value_of(rank, group.values[rank.global_rank], started_s)
         for rank in group.supervisor.ranks()
@@ -131,13 +131,13 @@ def _values_of(group: WorkerGroup, started_s: float) -> dict[int, Any]:
 
 
 def value_of(rank: FailureRecord, value: Descriptor, started_s: float) -> Any:
-    """Return what a rank has returned; raise its `WorkerRaisedError` where that cannot be unpickled.
+    """Return a rank's return value; raise its `WorkerRaisedError` if that cannot be unpickled.
 
     `rank` says which rank it is; `started_s` when the launch began.
     """
     try:
         return unpack(value.number, copy=False)
-    except Exception as error:  # noqa: BLE001  unpickling runs anybody's code
+    except Exception as error:  # noqa: BLE001  unpickling runs the user's code
         raise rank.of_value(error).to_error(started_s, (), ()) from None
 
 
@@ -147,7 +147,7 @@ def create_job(
     """Return the data for workers of a start method; prepare this process for starting them."""
     flags = {}
     if start_method == "fork":
-        import_dynamo()  # once here is less than once in every rank
+        import_dynamo()  # once here is faster than once in every rank
         release_memory()
         flags = {} if pause_openmp() else {"threads": 1}
     entry = partial(ProcessState.of_this_process(**flags).run, entry)
@@ -241,7 +241,7 @@ def refuse_where_impossible(start_method: str) -> None:
 
 
 def _refuse_what_cannot_be_imported(descriptor: int, start_method: str) -> None:
-    """Refuse what is defined in a `__main__` that no other process can import: a notebook's, a shell's."""
+    """Refuse objects of a `__main__` that no other process can import, such as a notebook's or a shell's."""
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     is_importable = getattr(main, "__spec__", None) is not None or (file is not None and Path(file).exists())

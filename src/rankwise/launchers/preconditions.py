@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 
 from rankwise.errors import LaunchRefusedError
 
-# These make one thread of all threads, so a supervisor's cannot run while the main thread is in a collective.
+# These run all threads in one, so the supervisor's cannot run while the main thread is in a collective.
 _PATCHERS = ("gevent", "eventlet")
 # How many files the launching process and a rank have open together, and how many more with each local rank.
 _FILES, _FILES_OF_RANK = 20, 12

@@ -1,7 +1,7 @@
 """Modules that the forkserver imports once, for all processes that it forks; and how it ends.
 
-It must not raise: the forkserver would end without a message. Any other process may import it too, as tools
-that read all modules do; in such a process it changes nothing.
+It must not raise: the forkserver would end without a message. Other processes may import it too, for example
+tools that read all modules; in such a process it changes nothing.
 """
 
 import atexit
@@ -66,7 +66,7 @@ def enable_interrupts(_: object) -> None:
 
 with contextlib.suppress(Exception):
     if _IS_SERVER:
-        # By it the server learns that a process has ended; the program may have blocked it.
+        # This signal tells the server that a process has ended; the program may have blocked it.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         if signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
             multiprocessing.util.register_after_fork(enable_interrupts, enable_interrupts)

@@ -48,7 +48,7 @@ _SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "plain attention": (_CUDA.math_sdp_enabled, _CUDA.enable_math_sdp),
     "cuDNN's attention": (_CUDA.cudnn_sdp_enabled, _CUDA.enable_cudnn_sdp),
 }
-# Those of `torch` that are attributes, the general ones first.
+# Flags that are attributes of `torch`, the general ones first.
 _ATTRIBUTES = (
     "utils.deterministic.fill_uninitialized_memory",
     "backends.cudnn.enabled",
@@ -77,7 +77,7 @@ def _attribute(path: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
 
 
 _FLAGS = {**_SETTINGS, **{path: _attribute(path) for path in _ATTRIBUTES}}
-# Raised for what this version of torch does not have, or does not tell because of another flag.
+# Raised for a flag that this version of torch lacks, or cannot read because of another flag.
 _UNKNOWN = (AttributeError, RuntimeError)
 
 

@@ -131,7 +131,7 @@ class ScriptLauncher(CallerLauncher):
 def _start_command(
     command: list[str], directory: str, worker: WorkerContext, links: WorkerLinks
 ) -> PopenProcess:
-    """Run a command as one more rank, which begins with this process's random state."""
+    """Run a command as another rank, which starts with this process's random state."""
     pack(pickle.dumps(seed.AT_IMPORT), links.values.number)  # one value: it has thousands of numbers
     files = {"values": links.values.number, "heartbeat": links.heartbeat.number}
     descriptors = {"channel": links.channel.fileno(), **files}
@@ -213,7 +213,7 @@ class _Script:
         return values
 
     def _first_failure(self, error: BaseException) -> BaseException:
-        """End all other processes; return what to raise for a job that failed here or elsewhere."""
+        """End all other processes; return the exception for a job that failed here or elsewhere."""
         self.end()
         is_interrupt = isinstance(error, KeyboardInterrupt) and not isinstance(error, StoppedBySignal)
         if self._supervisor.was_interrupted or is_interrupt:
@@ -241,7 +241,7 @@ class _Script:
         self.group.cross_node_failures.forget_store_soon(lambda: self._is_in_job)
 
     def finish(self) -> None:
-        """Wait until the other ranks come to the end of the script; a failure there is one here."""
+        """Wait until the other ranks reach the end of the script; raise their failure."""
         if self._is_in_job or self.pid != os.getpid():
             # A fork; or a daemon thread, which ends with the program, and the others with their channels.
             return

@@ -48,12 +48,12 @@ class WorkerGroup:
         self.supervisor = Supervisor(options, self.cross_node_failures.publish)
         self.address: tuple[str, int] | None = None  # of the store; None where it is private
         self.store: Store | None = None  # where this process hosts it, and has to keep it
-        self.values: dict[int, Descriptor] = {}  # what the workers return, by global rank
+        self.values: dict[int, Descriptor] = {}  # the workers' return values, by global rank
         self._options = options
         self.memory_files = ExitStack()
 
     def open_rendezvous(self, rendezvous: str) -> None:
-        """Host the store through which the ranks meet, where this process has to."""
+        """Host the store through which the ranks meet, if this process must."""
         timeout = self._options.init_timeout
         if (endpoint := self._options.endpoint) is not None:
             self.address = endpoint.address

@@ -89,7 +89,8 @@ def run_worker(
 ) -> None:
     """Run a job's function as a rank; return after success, and after a stop at the supervisor's request.
 
-    `pack_value` takes what the function returns; `on_failure` what it raises, and returns the exit code.
+    `pack_value` takes the function's return value; `on_failure` takes its exception, and returns the exit
+    code.
     """
     try:
         worker.run(spec.run, finish=pack_value)
@@ -103,7 +104,7 @@ def run_worker(
 @final
 @dataclass
 class InheritedContext:
-    """The rank of a re-run script: what its jobs have in common, the file for its values, its jobs so far."""
+    """The rank of a re-run script: the state that its jobs share, the file for values, its jobs so far."""
 
     ranks: RankInfo
     variables: dict[str, str]
@@ -121,8 +122,8 @@ class InheritedContext:
     def running(self, timeout_s: float | None) -> Iterator[RankRun]:
         """Run one job, as this rank in the block, until it is over on every rank.
 
-        `timeout_s` is `_wait_until_over`'s. After a failure this raises `SystemExit`: the main process raises
-        what ended the job.
+        `timeout_s` is for `_wait_until_over`. After a failure this raises `SystemExit`: the main process
+        raises the exception.
         """
         self.jobs += 1
         if self.jobs == 1:
@@ -134,7 +135,7 @@ class InheritedContext:
 
             try:
                 pack(value, self.values)
-            except Exception:  # noqa: BLE001  pickling runs anybody's code
+            except Exception:  # noqa: BLE001  pickling runs the user's code
                 os.ftruncate(self.values, 0)  # the value stays in this process
             self.channel.send(Kind.DONE)
             _wait_until_over(self.channel, timeout_s)
@@ -143,7 +144,7 @@ class InheritedContext:
             with worker.running(finish) as run:
                 yield run
             run.values = {self.ranks.global_rank: run.value}
-        except StoppedBySignal as stopped:  # the main process raises what the signal means
+        except StoppedBySignal as stopped:  # the main process raises the signal's exception
             raise SystemExit(128 + stopped.signal_number) from None
         except BaseException:  # noqa: BLE001  whatever ended it
             raise SystemExit(1) from None
@@ -174,7 +175,7 @@ def attach(description: str) -> None:
 
 
 def _random_state_in(values: int) -> Any:
-    """Return what the main process has packed before this process has: its random state at import."""
+    """Return the random state of the main process at its import, which it has packed."""
     from rankwise.processes.memory_file import unpack
 
     return pickle.loads(unpack(values, copy=True))
@@ -183,7 +184,7 @@ def _random_state_in(values: int) -> Any:
 def _wait_until_over(channel: RankChannel, timeout_s: float | None) -> None:
     """Wait until the job is over on every rank; raise if the main process is suspended for `timeout_s`.
 
-    Nothing else could end this wait then. Otherwise the main process may take its time.
+    Nothing else could end this wait then. A main process that runs may take any time.
     """
     suspended_at_s: float | None = None
     while not channel.is_over_within(None if timeout_s is None else timeout_s / _CHECKS):

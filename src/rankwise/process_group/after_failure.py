@@ -20,7 +20,7 @@ _REMEDY = (
 
 @final
 class _Failed(threading.local):
-    """Whether this thread runs such hooks; in a process that it forks, it does not."""
+    """Whether this thread runs hooks after a failure; false in a process that it forks."""
 
     pid = 0
     was_in_optimizer_step = False

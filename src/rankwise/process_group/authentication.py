@@ -1,8 +1,8 @@
 """Authenticate the ranks of each process group to each other, and the objects that they send.
 
-A rank on gloo listens at a TCP port, and takes whoever connects first with another rank's number for that
-rank. So the two ranks of each connection of a new group send each other a code that only ranks of the job
-can compute. Every object has such a code too, without which it is not unpickled.
+A rank on gloo listens at a TCP port, and accepts the first process that connects with another rank's number.
+So the two ranks of each connection of a new group send each other a code that only ranks of the job can
+compute. Every object has such a code too, and is not unpickled without it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from rankwise.stores.values import read_value
 from rankwise.stores.waiting import OUT_OF_REACH, wait_for_keys
 
 _HASH = "sha256"
-# What a code is for, the group's ranks that send and receive it, its number.
+# The purpose of a code, the group's ranks that send and receive it, its number.
 _HEADER = struct.Struct("!BiiQ")
 _CONNECTION, _OBJECT = 0, 1
 _EVERYBODY = -1
@@ -125,8 +125,8 @@ _compared: WeakKeyDictionary[dist.Store, tuple[GroupKey, dist.Store]] = WeakKeyD
 def groups_authenticated(job_key: bytes, timeout: timedelta) -> Iterator[None]:
     """Authenticate the ranks of each gloo group that is created in the block, whoever creates it.
 
-    `job_key` is what only ranks of the job have, beside what is in their store; it may be empty. `timeout` is
-    for the exchange.
+    `job_key` is a secret of the job's ranks that is not in their store; it may be empty. `timeout` is for the
+    exchange.
 
     Mutates: two names of `torch.distributed.distributed_c10d`, until the block ends.
     """
@@ -208,7 +208,7 @@ _GLOO: Any = _AuthenticatedGloo()
 
 
 def _devices() -> list[Any]:
-    """Return what a gloo group listens at: torch's devices for the interfaces that the user has named."""
+    """Return torch's devices that a gloo group listens at, for the interfaces that the user has named."""
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if len(names) > 1:  # as torch's class does
         return [_Gloo.create_device(interface=name) for name in names.split(",")]
@@ -298,8 +298,8 @@ class _Exchange:
     def meet(self, timeout: timedelta) -> None:
         """Wait until every rank is here, and make the group's key of a random text of each rank.
 
-        So the key is another one for each group, and in each run with the same job key. The time for the
-        comparison begins then.
+        So the key differs between groups, and between runs with the same job key. The time for the comparison
+        begins then.
         """
         own, keys = secrets.token_hex(CODE_BYTES), [f"nonce/{rank}" for rank in range(self._size)]
         self._store.set(keys[self._rank], own)
@@ -378,7 +378,7 @@ class _Exchange:
         return True
 
     def _raise(self, problem: str) -> NoReturn:
-        """Raise what this rank has found, whatever the store says; tell the others, if that is possible."""
+        """Raise this rank's own finding, whatever the store says; tell the others, if that is possible."""
         with suppress(*OUT_OF_REACH):
             self._store.compare_set("outcome", "", problem)
         raise PeerAuthenticationError(problem) from None

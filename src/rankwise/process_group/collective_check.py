@@ -47,7 +47,7 @@ class _Slot(NamedTuple):
 
 @final
 class CollectiveCheck:
-    """Compares this rank's collectives with those of the other ranks.
+    """Compares this rank's collectives with the other ranks'.
 
     A collective costs one addition in the store and one wait for the other ranks' additions. The ranks
     exchange the texts of their calls only after a mismatch. Threads wait in `store`.

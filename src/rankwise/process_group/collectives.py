@@ -47,13 +47,13 @@ _NAMES = {
     dist.ReduceOp.MAX: "max",
     dist.ReduceOp.PRODUCT: "product",
 }
-# What gloo sends; other dtypes are sent as bytes.
+# The dtypes that gloo sends; others are sent as bytes.
 _SENT = (
     *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.complex64, torch.complex128),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 )
 
-# What stands beside tensors and has nothing to reduce.
+# Values that occur beside tensors, and have nothing to reduce.
 _UNCHANGED = (
     *(type(None), str, bytes, bytearray, UserString, PurePath, enum.Enum, type, torch.dtype, torch.device),
     *(dt.date, dt.time, dt.timedelta),
@@ -74,7 +74,7 @@ _NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
 
 
 ALONE: Any = object()
-"""In place of a group: this process alone, whatever process group exists."""
+"""Stands for a group of this process alone, whatever process group exists."""
 
 
 def is_distributed(group: dist.ProcessGroup | None = None) -> bool:
@@ -193,7 +193,7 @@ def all_reduce(value: T, group: dist.ProcessGroup | None = None, reduce_op: Redu
     barrier before it.
 
     Args:
-        value: a tensor of any shape, a number or an array, or these in nested containers and dataclasses;
+        value: a tensor of any shape, a number or an array, or nested containers and dataclasses of these;
             text, None, paths, enumerations and dates in them are returned unchanged.
         group: the ranks to reduce over; all of them by default.
         reduce_op: `"sum"`, `"mean"` (also `"avg"`), `"min"`, `"max"` or `"product"`, in any case; or torch's
@@ -481,7 +481,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def broadcast_bytes(own: torch.Tensor | None, src: int, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return the bytes that rank `src` gives, which the other ranks do not know the number of. Collective."""
+    """Return the bytes that rank `src` gives; the other ranks do not know their number. Collective."""
     device = collective_device(group)
     first = torch.zeros(8 + _INLINE_BYTES, dtype=torch.uint8, device="cpu")
     if own is not None:
@@ -524,7 +524,7 @@ def sync_ddp(result: T, group: dist.ProcessGroup | None = None, reduce_op: Reduc
     barrier before it, and the input does not change.
 
     Args:
-        result: a tensor, a number or an array, or these in nested containers.
+        result: a tensor, a number or an array, or nested containers of these.
         group: the ranks to reduce over; all of them by default.
         reduce_op: as `all_reduce` accepts it.
 

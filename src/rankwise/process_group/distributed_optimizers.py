@@ -31,7 +31,7 @@ def is_distributed_optimizer(optimizer: Optimizer, *names: str) -> bool:
 def consolidate(optimizer: Any) -> None:
     """Collect the whole state of a sharded optimizer on global rank 0. Collective.
 
-    torch's own function for the objects would unpickle whatever comes.
+    torch's own function for objects would unpickle any data that arrives.
 
     Mutates: a function of torch's module, meanwhile.
     """

@@ -129,7 +129,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 def _ranks_in(environment: ClusterEnvironment, global_rank: int | None, world_size: int | None) -> RankInfo:
-    """Return the ranks in an environment; what is given replaces its own."""
+    """Return the ranks in an environment; given values replace its own."""
     ranks = environment.ranks
     place = ranks.global_rank if global_rank is None else global_rank
     size = ranks.world_size if world_size is None else world_size
@@ -155,7 +155,7 @@ def process_group(
 
     Collective: every rank must call this, in the same order.
 
-    Arguments, yielded value and errors are those of `join_process_group`.
+    Arguments, yielded value and errors are the same as in `join_process_group`.
     """
     is_ours = not dist.is_initialized()
     identities = join_process_group(
@@ -243,10 +243,10 @@ def join_process_group(
 def _torch_state_kept() -> Iterator[None]:
     """Undo what `init_process_group` leaves changed.
 
-    It wraps `sys.excepthook` on every call and never unwraps it. It also counts a group before creating it
-    and keeps the count when that fails; the count is part of the group's keys, so all ranks need the same.
+    torch wraps `sys.excepthook` on every call and never unwraps it. It also counts a group before creating
+    it, and keeps the count if that fails; the count is part of the group's keys, so all ranks need the same.
 
-    A module that is imported here takes the default group of that moment as a default argument. Imported
+    A module that is imported here takes the current default group as a default argument. If it were imported
     later, by the first `DistributedDataParallel`, it would keep this group and its threads until the
     interpreter ends, and a thread that then releases a tensor aborts the process.
     """
@@ -369,7 +369,7 @@ def gloo_on_interface(name: str | None) -> Iterator[None]:
 
 
 def _abort_nccl() -> None:
-    """End what NCCL waits for: after a failure other ranks do not come, but destroying waits for them."""
+    """Abort NCCL's operations: after a failure, destroying the group would wait for other ranks."""
     for group in list(dist.distributed_c10d._world.pg_map):
         if "nccl" in dist.get_backend(group):
             group._get_backend(torch.device("cuda")).abort()

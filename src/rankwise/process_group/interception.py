@@ -21,8 +21,8 @@ import torch.distributed as dist
 from rankwise.nested import walked
 from rankwise.paths import path_in_package
 
-# What must be the same on all ranks: the tensors at a position among the arguments, or only their dtype, or
-# nothing. By rule, the methods of a process group (newer and older names).
+# What must be the same on all ranks: the tensors at one position of the arguments, their dtype alone, or
+# nothing. For each rule, the methods of a process group (newer and older names).
 _WHOLE, _DTYPE, _NOTHING = "whole", "dtype", "nothing"
 _RULES = {
     # of allgather and scatter the outputs: every rank has all of them, and only the root of a scatter inputs
@@ -81,14 +81,14 @@ Observer = Callable[[Call], None]
 # Blocks of several threads may overlap: the last one to end restores torch's methods.
 _lock = threading.Lock()
 observers: list[Observer] = []
-"""Whoever looks at this process's collectives now."""
+"""The observers of this process's collectives."""
 
 _undo: list[Callable[[], None]] = []
 
 
 @contextmanager
 def intercepted(observer: Observer) -> Iterator[None]:
-    """Call `observer` before each collective of this process, in its thread; what it raises is raised.
+    """Call `observer` before each collective of this process, in its thread; its exceptions propagate.
 
     Mutates: methods of `torch.distributed.ProcessGroup` and two functions of `torch.distributed`, until the
     block ends.

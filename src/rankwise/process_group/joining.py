@@ -22,7 +22,7 @@ _OF_RENDEZVOUS = ("backend", "init_method", "rank", "world_size", "store", "grou
 @final
 @dataclass(eq=False)
 class _JobGroup:
-    """The default group of a job, and how many calls that would have created it have not been undone."""
+    """The default group of a job, and the number of programs' calls that have joined it and not left."""
 
     num_joined: int = 0
 
@@ -100,7 +100,7 @@ def destroy_or_leave(*args: Any, **kwargs: Any) -> None:
 
 
 def _check(given: dict[str, Any]) -> None:
-    """Raise unless the job's group is what a program asks for."""
+    """Raise unless the job's group is the one that a program asks for."""
     backends = (dist.get_backend(), dist.get_backend_config())
     asked = given.get("backend")
     rank, world_size = dist.get_rank(), dist.get_world_size()

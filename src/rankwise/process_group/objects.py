@@ -33,7 +33,7 @@ def broadcast(value: T, src: int = 0, group: dist.ProcessGroup | None = None) ->
 
     Raises:
         InvalidArgumentError: when `src` or this rank does not belong to `group`.
-        PeerAuthenticationError: when what came was not sent by `src`.
+        PeerAuthenticationError: when the received data was not sent by `src`.
     """
     ranks = _ranks_with(src, "src", group)
     if not is_distributed(group):
@@ -56,7 +56,7 @@ def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[
 
     Raises:
         InvalidArgumentError: when this rank does not belong to `group`.
-        PeerAuthenticationError: when what came was not sent by the rank that it came for.
+        PeerAuthenticationError: when the received data was not sent by the rank that it came for.
     """
     ranks_of(group)  # which checks that this rank is a member
     if not is_distributed(group):
@@ -81,7 +81,7 @@ def gather_object(value: T, dst: int = 0, group: dist.ProcessGroup | None = None
 
     Raises:
         InvalidArgumentError: when `dst` or this rank does not belong to `group`.
-        PeerAuthenticationError: on `dst`, when what came was not sent by the rank that it came for.
+        PeerAuthenticationError: on `dst`, when received data was not sent by the rank that it came for.
     """
     _ranks_with(dst, "dst", group)
     if not is_distributed(group):
