@@ -67,6 +67,11 @@ def test_packages_say_what_is_public() -> None:
     assert architecture.without_all(MODULES) == []
 
 
+def test_a_name_has_one_meaning() -> None:
+    """No public name is defined in two files."""
+    assert architecture.names_with_several_meanings(MODULES) == []
+
+
 @pytest.mark.parametrize("name", [name for name, module in MODULES.items() if "\n__all__ = " in module.text])
 def test_public_names_exist(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every name in `__all__` is there."""
@@ -257,6 +262,17 @@ def test_packages_without_all_are_found(tmp_path: Path) -> None:
     """A package without `__all__` is named, a module without one is not."""
     modules = plant(tmp_path, {"a/__init__": "__all__ = ['x']", "b/__init__": "x = 1", "c": "x = 1"})
     assert architecture.without_all(modules) == ["house", "house.b"]
+
+
+def test_names_with_several_meanings_are_found(tmp_path: Path) -> None:
+    """Functions, classes and constants count, but not private names and type variables."""
+    sources = {
+        "a": "T = TypeVar('T')\n_x = y = 1\ndef f():\n    z = 1",
+        "b": "T = TypeVar('T')\n_x = 1\nclass y: ...\nz: int = 1",
+        "c": "async def f(): ...",
+    }
+    found = architecture.names_with_several_meanings(plant(tmp_path, sources))
+    assert found == ["f: house.a, house.c", "y: house.a, house.b"]
 
 
 def test_private_imports_are_found(tmp_path: Path) -> None:

@@ -333,6 +333,32 @@ def _length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     )
 
 
+def names_with_several_meanings(modules: Mapping[str, Module]) -> list[str]:
+    """Return the public names that are defined at the top level of several modules, and where.
+
+    Type variables do not count.
+    """
+    homes: dict[str, list[str]] = {}
+    for module in modules.values():
+        for name in dict.fromkeys(name for node in module.tree.body for name in _names_defined(node)):
+            if not name.startswith("_"):
+                homes.setdefault(name, []).append(module.name)
+    return [f"{name}: {', '.join(found)}" for name, found in sorted(homes.items()) if len(found) > 1]
+
+
+def _names_defined(node: ast.stmt) -> list[str]:
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return [name]
+        case ast.Assign(value=ast.Call(func=ast.Name(id="TypeVar" | "ParamSpec"))):
+            return []
+        case ast.Assign(targets=targets):
+            return [target.id for target in targets if isinstance(target, ast.Name)]
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            return [name]
+    return []
+
+
 def without_all(modules: Mapping[str, Module]) -> list[str]:
     """Return the packages whose `__init__` does not say what is public."""
     return [

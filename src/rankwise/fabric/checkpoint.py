@@ -62,7 +62,7 @@ def _state_of(strategy: Strategy, value: Any) -> Any:
     return value.state_dict() if callable(getattr(value, "state_dict", None)) else value
 
 
-def restore(
+def restore_state(
     strategy: Strategy, path: str, checkpoint: dict[str, Any], state: dict[str, Any], *, strict: bool
 ) -> dict[str, Any]:
     """Restore the objects in `state`, and replace its values; return what is left of the checkpoint.

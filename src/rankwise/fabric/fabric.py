@@ -21,7 +21,7 @@ from rankwise.errors import (
     InvalidTypeError,
     UnknownArgumentError,
 )
-from rankwise.fabric.checkpoint import check_filters, checkpoint_of, restore, restore_object
+from rankwise.fabric.checkpoint import check_filters, checkpoint_of, restore_object, restore_state
 from rankwise.fabric.checks import check_is_on, check_set_up, check_strategy, check_unwrapped
 from rankwise.fabric.data_loader import fabric_data_loaders
 from rankwise.fabric.launching import check_function, launching_itself, run_function, share_loggers
@@ -499,7 +499,7 @@ class Fabric(FabricProcess):
         check_is_a("state", state, dict, 'a dictionary of objects; for one object alone, "load_raw"')
         checkpoint = self._read(path, weights_only)
         with errors_shared(self.strategy):
-            return restore(self.strategy, os.fspath(path), checkpoint, state, strict=strict)
+            return restore_state(self.strategy, os.fspath(path), checkpoint, state, strict=strict)
 
     def load_raw(
         self, path: str | os.PathLike[str], obj: Any, strict: bool = True, *, weights_only: bool | None = None

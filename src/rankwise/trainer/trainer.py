@@ -9,8 +9,8 @@ import sys
 from typing import TYPE_CHECKING, Any, final
 
 from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint, PreparingCallback
-from rankwise.checks import check_choice
-from rankwise.errors import InvalidArgumentError, LifecycleError
+from rankwise.checks import check_choice, check_value
+from rankwise.errors import LifecycleError
 from rankwise.loggers.base import NoLogger
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.processes.memory_file import read_by_name
@@ -391,9 +391,8 @@ class Trainer(TrainerProperties):
             LifecycleError: when there was no fit; in hooks after a failure, for a sharded optimizer's state.
             CheckpointError: when it cannot be written.
         """
-        if storage_options is not None:
-            expected = "None: Trainer(plugins=[a CheckpointIO with options of its own])"
-            raise InvalidArgumentError(argument="storage_options", value=storage_options, expected=expected)
+        expected = "None: Trainer(plugins=[a CheckpointIO with options of its own])"
+        check_value("storage_options", storage_options, storage_options is None, expected)
         if self._fitted_module is None:
             raise LifecycleError(
                 call="save_checkpoint()",

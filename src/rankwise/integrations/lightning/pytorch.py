@@ -16,10 +16,10 @@ from rankwise import strategies
 from rankwise.integrations.lightning.processes import OnRankwise, RankwiseLauncher
 from rankwise.integrations.lightning.worker_state import (
     StageResult,
-    known_to_caller,
+    known_to_lightning,
     optimizers_taken,
-    restore,
-    value_of,
+    restore_trainer,
+    stage_value,
 )
 from rankwise.processes.memory_file import read_by_name
 from rankwise.processes.returned_state import StateBefore
@@ -43,11 +43,11 @@ class TrainerLauncher(RankwiseLauncher):
             strategy.launch(lambda _: value.append(function(*args, **kwargs)))
             return value[0]
         data_module = _data_module(trainer, *args, *kwargs.values())
-        with optimizers_taken(trainer), read_by_name(known_to_caller(trainer, data_module).named):
+        with optimizers_taken(trainer), read_by_name(known_to_lightning(trainer, data_module).named):
             strategy.launch(_run_in_worker, trainer, function, args, kwargs)
         results = [result for _, result in sorted(strategy.results.items())]
-        restore(trainer, data_module, results[0].state)
-        return value_of(results)
+        restore_trainer(trainer, data_module, results[0].state)
+        return stage_value(results)
 
 
 class RankwiseStrategy(OnRankwise, LightningDDPStrategy):
@@ -100,7 +100,7 @@ def _run_in_worker(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> StageResult:
-    before = StateBefore(known_to_caller(trainer, _data_module(trainer, *args, *kwargs.values())))
+    before = StateBefore(known_to_lightning(trainer, _data_module(trainer, *args, *kwargs.values())))
     value = function(*args, **kwargs)
     return StageResult.of(trainer, value, before)
 

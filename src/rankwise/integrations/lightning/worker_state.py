@@ -22,7 +22,7 @@ _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 _PLAIN = (bool, int, float, str, type(None), _BaseProgress)
 
 
-def known_to_caller(trainer: Any, data_module: Any) -> KnownToCaller:
+def known_to_lightning(trainer: Any, data_module: Any) -> KnownToCaller:
     """Return the objects of a stage that the calling process also has."""
     others = [*trainer.callbacks, *trainer.loggers, *([] if data_module is None else [data_module])]
     return KnownToCaller(
@@ -45,7 +45,7 @@ def _capture(trainer: Any, before: StateBefore) -> ReturnedState:
     return ReturnedState(before, parts)
 
 
-def restore(trainer: Any, data_module: Any, state: ReturnedState) -> None:
+def restore_trainer(trainer: Any, data_module: Any, state: ReturnedState) -> None:
     """Give the objects of the calling process the worker's state; parameters stay the same objects.
 
     A part that cannot be returned stays as it is, with a warning that names it.
@@ -56,7 +56,7 @@ def restore(trainer: Any, data_module: Any, state: ReturnedState) -> None:
         "state": partial(_set, trainer, ("state", "should_stop")),
         "optimizers": partial(_set, trainer.strategy, ("optimizers", "lr_scheduler_configs")),
     }
-    state.restore(known_to_caller(trainer, data_module), give)
+    state.restore(known_to_lightning(trainer, data_module), give)
     if data_module is not None:
         trainer.datamodule = data_module
 
@@ -107,7 +107,7 @@ class StageResult:
         return cls(to_device(value, "cpu"), num_loaders, state)
 
 
-def value_of(results: list[StageResult]) -> Any:
+def stage_value(results: list[StageResult]) -> Any:
     """Return what a stage returns to the caller: its first rank's value, but the predictions of all ranks.
 
     Predicted batches are in the order of the ranks; of several loaders, each loader's by itself.

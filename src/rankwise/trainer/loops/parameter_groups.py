@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 Groups = list[list[Any]]
 """For each group the names of its parameters; a parameter that is not in the module is there itself."""
-ParametersOf = Callable[["Optimizer"], list[Tensor]]
+_ParametersOf = Callable[["Optimizer"], list[Tensor]]
 """Returns the module's parameters that an optimizer updates, directly or as copies, in its order."""
 
 
-def groups_of(optimizer: Optimizer, module: nn.Module, parameters_of: ParametersOf) -> Groups:
+def groups_of(optimizer: Optimizer, module: nn.Module, parameters_of: _ParametersOf) -> Groups:
     """Return the parameters of each group of an optimizer."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     updated = iter(parameters_of(optimizer))
@@ -31,7 +31,7 @@ def groups_of(optimizer: Optimizer, module: nn.Module, parameters_of: Parameters
 
 
 def restore_groups(
-    optimizer: Optimizer, saved: Groups, module: nn.Module, parameters_of: ParametersOf
+    optimizer: Optimizer, saved: Groups, module: nn.Module, parameters_of: _ParametersOf
 ) -> bool:
     """Give an optimizer the groups that were saved, if they have more parameters; return whether they do.
 
