@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rankwise.callbacks import Callback
 from rankwise.profilers import SimpleProfiler
-from rankwise.trainer.loops import fit
+from rankwise.trainer.loops import validation
 from tests.process.training_tasks import Regression, loader, quiet_trainer
 
 
@@ -103,7 +103,7 @@ class SeesValidation(Draws):
 
     def on_train_start(self) -> None:
         if self.trainer.global_rank == 1:
-            vars(fit)["time"] = SimpleNamespace(monotonic=float)  # of this process alone
+            vars(validation)["time"] = SimpleNamespace(monotonic=float)  # of this process alone
 
 
 def test_validation_after_a_time() -> None:

@@ -28,7 +28,8 @@ UNUSED = {
     "trainer/loops/closures.py",
     "trainer/loops/manual.py",
     "trainer/loops/nonfinite.py",
-    "trainer/loops/sanity_check.py",
+    "trainer/loops/schedulers.py",
+    "trainer/loops/validation.py",
     "trainer/metrics/metric_objects.py",
 }
 SCRIPT = """

@@ -34,7 +34,7 @@ from rankwise.strategies.data_split import replica_of
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
     from rankwise.trainer.arguments import TrainerOptions
-    from rankwise.trainer.state import StageName
+    from rankwise.trainer.state import LoopContext, StageName
 
 PHASE_NAMES = {"train": "training", "validate": "validation", "test": "test", "predict": "prediction"}
 _SHARDERS: dict[str, Callable[..., Any]] = {
@@ -245,3 +245,10 @@ def limited(length: float, limit: float) -> float:
             remedy="limit it to a number of batches, such as limit_train_batches=100.",
         )
     return int(length * limit)
+
+
+def must_reload(context: LoopContext, phase: str) -> bool:
+    """Return whether the loaders of a phase are from before a multiple of the epochs of reloading."""
+    every, loaded = context.options.reload_dataloaders_every_n_epochs, context.stage.loaded_epochs
+    epoch = context.state.progress.current_epoch
+    return bool(every) and loaded.get(phase, epoch) // every != epoch // every

@@ -60,7 +60,7 @@ from rankwise.trainer.hooks import errors_logged
 from rankwise.trainer.loops.bucket_order import replay_gradient_order
 from rankwise.trainer.loops.evaluation import EvaluationLoop, Gather
 from rankwise.trainer.loops.fit import FitLoop, end_epoch
-from rankwise.trainer.loops.sanity_check import run_sanity_check
+from rankwise.trainer.loops.validation import run_sanity_check
 from rankwise.trainer.module import TrainingModule, is_defined
 from rankwise.trainer.state import TrainerStatus
 from rankwise.trainer.state_transfer import RankState, part_streams

@@ -21,9 +21,9 @@ from rankwise.nested import to_device
 from rankwise.process_group.collectives import ranks_of
 from rankwise.process_group.interception import Call, own_calls_intercepted
 from rankwise.strategies.data_split import check_same_order
+from rankwise.trainer.data.batch_transfer import BatchTransfer
 from rankwise.trainer.data_loaders import PHASE_NAMES, limited
 from rankwise.trainer.hooks import num_step_arguments
-from rankwise.trainer.loops.batch_transfer import BatchTransfer
 from rankwise.trainer.metrics.metric_objects import empty_lists_refused, metric_objects
 from rankwise.trainer.metrics.results import Results, StepOfEvaluation
 

@@ -1,41 +1,34 @@
-"""The training loop: epochs, batches, schedulers, and when to validate."""
+"""The training loop: epochs and batches."""
 
 from __future__ import annotations
 
-import math
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, final
 
-import torch
-
 from rankwise.data.sampler import length_of
-from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync.parameters import share_buffers, shares_buffers
 from rankwise.monitoring.heartbeat import report_phase
-from rankwise.seed import isolated_random_state, mixed_seed
 from rankwise.stores.waiting import StoreCounter
 from rankwise.strategies.data_split import check_same_order
 from rankwise.trainer.consistency import check_unowned, compare_before_epoch, compare_ranks
-from rankwise.trainer.data_loaders import PHASE_NAMES
+from rankwise.trainer.data.batch_transfer import BatchTransfer
+from rankwise.trainer.data_loaders import PHASE_NAMES, must_reload
 from rankwise.trainer.hooks import training_outputs
 from rankwise.trainer.loops.automatic import AutomaticOptimization
-from rankwise.trainer.loops.batch_transfer import BatchTransfer
 from rankwise.trainer.loops.bucket_order import record_gradient_order
 from rankwise.trainer.loops.manual import ManualOptimization
-from rankwise.trainer.loops.optimizers import shared_numbers
-from rankwise.trainer.loops.stopping import EvaluationStopped, Stopping
+from rankwise.trainer.loops.schedulers import step_schedulers
+from rankwise.trainer.loops.stopping import Stopping
 from rankwise.trainer.loops.uneven_inputs import BatchSchedule, no_batch_error
+from rankwise.trainer.loops.validation import Validation
 from rankwise.trainer.metrics.results import Results
-from rankwise.trainer.state_transfer import RankState, changing_state, gather_rank_states, part_streams
+from rankwise.trainer.state_transfer import RankState, gather_rank_states, part_streams
 
 if TYPE_CHECKING:
     from rankwise.profilers import Profiler
     from rankwise.trainer.data.train_data import TrainData
     from rankwise.trainer.loops.evaluation import EvaluationLoop
-    from rankwise.trainer.loops.optimizers import SchedulerConfig
     from rankwise.trainer.state import LoopContext
 
 
@@ -44,8 +37,7 @@ class FitLoop:
     """Train until a limit is reached or a stop is requested.
 
     `share` has this rank's batches. Training continues from `rank_state`, this rank's part of the checkpoint
-    or of the last fit. The loop of `validation` runs in between. `reload` creates the loaders of a phase
-    again.
+    or of the last fit. The loop of `validation` runs in between. `reload` makes the data of a phase.
     """
 
     def __init__(
@@ -53,8 +45,8 @@ class FitLoop:
         context: LoopContext,
         share: TrainData,
         validation: EvaluationLoop | None,
-        rank_state: RankState | None = None,
-        reload: Mapping[str, Callable[[LoopContext], Any]] | None = None,
+        rank_state: RankState | None,
+        reload: Mapping[str, Callable[[LoopContext], Any]],
     ) -> None:
         self._context = context
         self._strategy = context.strategy
@@ -66,18 +58,19 @@ class FitLoop:
         policy = context.options.uneven_inputs
         self._schedule = schedule = BatchSchedule(context.strategy, context.module, share, policy)
         self._stage.schedule = schedule
-        self._validation = validation
         self._rank_state = rank_state
         self._results = self._new_results()
         is_automatic = context.module.automatic_optimization
         kind = AutomaticOptimization if is_automatic else ManualOptimization
         self._optimization = kind(context, schedule)
         self._stage.manual_optimization = None if is_automatic else self._optimization
-        self._stopping = Stopping(context)
-        self._reload = reload or {}
+        self._stopping = stopping = Stopping(context)
+        self._reload = reload["train"]
+        self._validation: Validation | None = None
+        if context.state.has_validation:
+            self._validation = Validation(context, schedule, validation, reload["validate"], stopping)
         self._has_begun = False
         self._num_windows = 0
-        self._validated_at = 0.0  # time.monotonic(); at first when training began
         self._transfer = BatchTransfer(context)
         self._skipping = _Skipping(context)
 
@@ -97,7 +90,6 @@ class FitLoop:
             self._results = self._rank_state.results()
         self._stage.epoch_results = self._results
         with context.in_phase("train", self._results), self._stopping:
-            self._validated_at = time.monotonic()
             _warn_of_evaluation_mode(context)
             self._hooks.call("on_train_start")
             context.warn_if_done()
@@ -120,8 +112,8 @@ class FitLoop:
 
     def _agree_on_num_batches(self) -> float:
         """Return the epoch's number of batches, the same on every rank."""
-        if self._must_reload("train"):
-            self._share = self._reload["train"](self._context)
+        if must_reload(self._context, "train"):
+            self._share = self._reload(self._context)
             self._schedule.use(self._share)
         self._share.place(self._progress)
         number = self._schedule.agree()
@@ -130,10 +122,8 @@ class FitLoop:
             if not length:  # the stage has warned of it
                 return 0
             raise no_batch_error(f"its length is {length}, and limit_train_batches={self._share.limit!r}.")
-        if self._context.state.has_validation and number and not self._has_begun:
-            if self._settings.check_val_every_n_epoch is not None:
-                _check_interval(self._settings.val_check_interval, number)
-            _warn_of_late_validation(self._context)
+        if self._validation is not None and number and not self._has_begun:
+            self._validation.check(number)
         self._has_begun = True
         return number
 
@@ -166,9 +156,8 @@ class FitLoop:
             self._results.stop()
         self._context.show_so_far(self._results, "on_train_epoch_end")
         self._hooks.call("on_train_epoch_end", before_monitoring=self._end_metrics)
-        is_unsized = math.isinf(self._schedule.num_batches)
-        if self._context.state.has_validation and progress.is_epoch_done and is_unsized:
-            _warn_of_no_validation(self._context)
+        if self._validation is not None:
+            self._validation.warn_if_none()
         end_epoch(self._context)
 
     def _remaining_batches(self) -> Iterator[tuple[int, tuple[Any, bool]]]:
@@ -178,9 +167,7 @@ class FitLoop:
         self._restore_random()
         self._end_used_up_epoch()
         if progress.is_within_epoch and not progress.is_validated:
-            self._stage.is_validation_due = self._must_validate(
-                progress.batches_done - 1, progress.is_epoch_done
-            )
+            self._look_for_validation(progress.batches_done - 1, progress.is_epoch_done)
             self._validate_if_due()
         if progress.is_epoch_done or (progress.is_epoch_open and not self._stopping.may_continue()):
             return iter(())
@@ -198,7 +185,7 @@ class FitLoop:
         is_open = progress.is_within_epoch and not progress.is_epoch_done
         if is_open and self._schedule.num_batches <= progress.batches_done:
             progress.is_epoch_done = True
-            _step_schedulers(self._context, "epoch", needs_metric=False)
+            self._step_schedulers("epoch", needs_metric=False)
 
     def _end_metrics(self) -> None:
         values = self._results.epoch_values(self._strategy, is_continued=not self._progress.is_epoch_done)
@@ -221,10 +208,11 @@ class FitLoop:
         outputs = self._outputs(self._optimization.run_batch(batch, batch_idx, is_window_end))
         self._progress.end_batch(is_last, self._share.samples_per_batch, is_window_end)
         if is_window_end and self._optimization.has_stepped:
-            _step_schedulers(self._context, "step", needs_metric=False)
+            self._step_schedulers("step", needs_metric=False)
         if is_last:
-            _step_schedulers(self._context, "epoch", needs_metric=False)
-        self._stage.is_validation_due = is_window_end and self._must_validate(batch_idx, is_last)
+            self._step_schedulers("epoch", needs_metric=False)
+        if is_window_end:
+            self._look_for_validation(batch_idx, is_last)
         publish = self._publish_step if is_window_end else None
         if self._hooks.is_before_metrics("on_train_batch_end"):
             self._context.publish(self._results.own_step_values(self._strategy), is_logged=False)
@@ -235,8 +223,23 @@ class FitLoop:
             self._validate_if_due()
         return True
 
+    def _look_for_validation(self, batch_idx: int, is_last: bool) -> None:
+        """Note whether a validation follows this batch: hooks may read it."""
+        self._stage.is_validation_due = self._validation is not None and self._validation.is_due(
+            batch_idx, is_last
+        )
+
+    def _validate_if_due(self) -> None:
+        if self._validation is not None and self._stage.is_validation_due:
+            self._validation.run()
+            self._stage.is_validation_due = False
+
+    def _step_schedulers(self, interval: str, *, needs_metric: bool) -> None:
+        if self._context.schedulers:
+            step_schedulers(self._context, interval, needs_metric=needs_metric)
+
     def _compare_ranks(self, steps_before: int) -> None:
-        """Compare the ranks' values at the set interval, and sometimes parameters without an optimizer."""
+        """Compare the ranks' values as asked for, and now and then those of parameters in no optimizer."""
         interval, step = self._settings.check_ranks_every_n_steps, self._progress.global_step
         if interval and step // interval > steps_before // interval:
             compare_ranks(self._context, f"after step {step}")
@@ -254,78 +257,15 @@ class FitLoop:
         """End the epoch as if it had no further batch, without validation."""
         self._results.end_batch()
         self._progress.skip_rest()
-        _step_schedulers(self._context, "step", needs_metric=False)  # as in Lightning
-        _step_schedulers(self._context, "epoch", needs_metric=False)
+        self._step_schedulers("step", needs_metric=False)  # as in Lightning
+        self._step_schedulers("epoch", needs_metric=False)
 
     def _publish_step(self) -> None:
         is_logged = self._progress.counted_steps % self._settings.log_every_n_steps == 0
         values = self._results.step_values(self._strategy, is_checked=is_logged)
         self._context.publish(values, is_logged=is_logged)
         if self._optimization.has_stepped:
-            _step_schedulers(self._context, "step", needs_metric=True)
-
-    def _must_validate(self, batch_idx: int, is_last: bool) -> bool:
-        """Return whether a validation fell due in the window that this batch ends.
-
-        Within a window the weights do not change, and a checkpoint that validation triggers could not be
-        continued from there.
-        """
-        context, settings, progress = self._context, self._settings, self._progress
-        if not (context.state.has_validation and context.has_validation_in_epoch):
-            return False
-        if isinstance(settings.val_check_interval, timedelta):
-            return self._has_passed(settings.val_check_interval)
-        interval = self._validation_interval(settings.val_check_interval)
-        is_per_epoch = settings.check_val_every_n_epoch is not None
-        before = 0 if is_per_epoch else progress.total_batches - progress.batches_done
-        first = before + batch_idx - batch_idx % settings.accumulate_grad_batches
-        return is_last if math.isinf(interval) else (before + batch_idx + 1) // interval > first // interval
-
-    def _has_passed(self, interval: timedelta) -> bool:
-        """Return whether `interval` has passed on rank 0 since the last validation. Collective."""
-        elapsed = time.monotonic() - self._validated_at
-        return self._strategy.broadcast(elapsed >= interval.total_seconds())
-
-    def _validate_if_due(self) -> None:
-        if self._stage.is_validation_due:
-            self._strategy.gradients.average_models()  # validate one model
-            share_buffers(self._context.wrapped)  # validate the buffers that rank 0 saves
-            self._hooks.call("on_validation_model_zero_grad")
-            if self._validation is None or self._must_reload("validate"):
-                self._load_validation()
-            if self._validation is not None:
-                self._validate(self._validation)
-            self._stage.is_validation_due = False
-
-    def _load_validation(self) -> None:
-        """Ask for the loaders of validation; the random numbers of training stay what they would be."""
-        state = self._context.state
-        with isolated_random_state(mixed_seed(state.seed, 0)):
-            self._validation = self._reload["validate"](self._context) or self._validation
-        state.has_validation = self._validation is not None
-
-    def _must_reload(self, phase: str) -> bool:
-        """Return whether the loaders of a phase are from before a multiple of the epochs of reloading."""
-        every, loaded = self._settings.reload_dataloaders_every_n_epochs, self._stage.loaded_epochs
-        epoch = self._progress.current_epoch
-        return bool(every and phase in self._reload and loaded.get(phase, epoch) // every != epoch // every)
-
-    def _validate(self, validation: EvaluationLoop) -> None:
-        self._stage.before_validation = changing_state(self._context)
-        try:
-            validation.run(self._stopping)
-        except EvaluationStopped:
-            self._stopping.stop()
-        self._stage.before_validation = None
-        self._validated_at = time.monotonic()
-
-    def _validation_interval(self, interval: float) -> float:
-        """Return the number of batches between validations; `inf` for one at the end of the epoch."""
-        if isinstance(interval, int):
-            return interval
-        if interval == 1.0 or math.isinf(self._schedule.num_batches):
-            return math.inf
-        return max(1, int(self._schedule.num_batches * interval))
+            self._step_schedulers("step", needs_metric=True)
 
 
 @final
@@ -352,90 +292,15 @@ class _Skipping:
         return self._counter.count(self._number, is_for=is_for) > 0
 
 
-def _check_interval(interval: float | timedelta, num_batches: float) -> None:
-    """Raise ConfigurationError unless an epoch's first validation falls due; for a time it may not."""
-    if isinstance(interval, timedelta):
-        return
-    if isinstance(interval, int):
-        is_possible, instead = interval <= num_batches, "fewer batches"
-    else:
-        is_possible, instead = interval == 1.0 or not math.isinf(num_batches), "a number of batches (int)"
-    if not is_possible:
-        how_many = "an unknown number of" if math.isinf(num_batches) else int(num_batches)
-        raise ConfigurationError(
-            message=f"val_check_interval={interval} does not fit an epoch of {how_many} batches.",
-            remedy=f"{instead}, or 1.0 for the end of the epoch; for no validation limit_val_batches=0.",
-        )
-
-
-def _warn_of_late_validation(context: LoopContext) -> None:
-    """Warn on rank 0 if no epoch will be validated; a later fit, with a higher limit, may reach one."""
-    interval, limit = context.options.check_val_every_n_epoch, context.options.epoch_limit
-    if interval is not None and 0 <= limit < interval and context.strategy.is_global_zero:
-        warnings.warn(
-            f"Validation never runs: check_val_every_n_epoch={interval} is more than max_epochs={limit}. "
-            "Choose fewer epochs; for no validation limit_val_batches=0.",
-            stacklevel=2,
-        )
-
-
-def _warn_of_no_validation(context: LoopContext) -> None:
-    """Warn on rank 0 of an epoch, of unknown length until now, in which no validation fell due."""
-    interval, batches = context.options.val_check_interval, context.state.progress.batches_done
-    is_per_epoch = context.options.check_val_every_n_epoch is not None
-    is_late = is_per_epoch and isinstance(interval, int) and batches < interval
-    if is_late and context.strategy.is_global_zero:
-        warnings.warn(
-            f"An epoch has ended without validation: it had {batches} batches, and val_check_interval="
-            f"{interval}. Choose fewer, or 1.0 for the end of each epoch.",
-            stacklevel=2,
-        )
-
-
 def end_epoch(context: LoopContext) -> None:
     """Step the schedulers that read a metric of the epoch, and go on to the next; a stopped one stays open.
 
     As in Lightning, this follows the hooks of the epoch's end. A run that resumes from a checkpoint which was
     saved in them does it first.
     """
-    if context.state.progress.is_epoch_done:
-        _step_schedulers(context, "epoch", needs_metric=True)
+    if context.state.progress.is_epoch_done and context.schedulers:
+        step_schedulers(context, "epoch", needs_metric=True)
     context.state.progress.end_epoch()
-
-
-def _step_schedulers(context: LoopContext, interval: str, *, needs_metric: bool) -> None:
-    """Step the schedulers that are due, either those that read a metric or those that do not.
-
-    In manual optimisation the module steps them.
-    """
-    if not context.schedulers or not context.module.automatic_optimization:
-        return
-    progress = context.state.progress
-    count = progress.batches_done if interval == "step" else progress.current_epoch + 1
-    for config in context.schedulers:
-        if config.interval != interval or count % config.frequency or config.needs_metric != needs_metric:
-            continue
-        metric = _agreed_metric(context, config) if needs_metric else None
-        if needs_metric and metric is None:
-            continue
-        value = None if metric is None else torch.tensor(metric, dtype=torch.double)  # as in Lightning
-        step = context.hooks.own("lr_scheduler_step") or context.module.lr_scheduler_step
-        with shared_numbers(context.stage.random, config.scheduler, "lr_scheduler_step"):
-            step(config.scheduler, value)
-
-
-def _agreed_metric(context: LoopContext, config: SchedulerConfig) -> float | None:
-    """Return rank 0's value of the metric on every rank, so that learning rates stay equal."""
-    metrics = context.state.metrics.callback
-    value = metrics.get(config.monitor or "")
-    agreed = context.strategy.broadcast(None if value is None else float(value))
-    if agreed is None and config.strict:
-        raise ConfigurationError(
-            message=f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged.",
-            facts=f"logged so far: {sorted(metrics)}.",
-            remedy=f'self.log("{config.monitor}", value), another "monitor", or "strict": False to skip it.',
-        )
-    return agreed
 
 
 def _warn_of_evaluation_mode(context: LoopContext) -> None:
