@@ -265,7 +265,7 @@ def hook_of(wrapped: nn.Module) -> Callable[[Any], Any] | None:
 
 
 def read_state(state: Any) -> dict[str, Any]:
-    """Return what a checkpoint needs of a hook's state; a user's own may have a method `state_dict()`."""
+    """Return the part of a hook's state for a checkpoint; a user's state may have a method `state_dict()`."""
     if callable(own := getattr(state, "state_dict", None)):
         return dict(own())
     return {"iter": state.iter} if isinstance(getattr(state, "iter", None), int) else {}  # torch's local SGD

@@ -166,9 +166,9 @@ def _noop_hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
 def powersgd_hook(memory: PowerSGDMemory, bucket: Any) -> Any:
     """Call torch's `powerSGD_hook`, which starts its second and third all-reduce in callbacks.
 
-    gloo runs callbacks in its own threads, so those of two buckets would start their all-reduces in an order
-    that differs between ranks. So each bucket is finished before the next; NCCL orders them itself. Sparse
-    gradients are averaged as they are.
+    gloo runs callbacks in its own threads, so callbacks of two buckets would start their all-reduces in an
+    order that differs between ranks. So each bucket is finished before the next; NCCL orders them itself.
+    Sparse gradients are not compressed.
     """
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 

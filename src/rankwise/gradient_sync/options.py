@@ -29,7 +29,7 @@ class GradientSyncMode(Enum):
 
 
 def resolve_sync_mode(mode: object = "auto", *, finds_unused_parameters: bool = False) -> GradientSyncMode:
-    """Return a mode, or that of a name; `"auto"` depends on whether DDP looks for unused parameters."""
+    """Return the mode of a name; `"auto"` depends on whether DDP looks for unused parameters."""
     if isinstance(mode, GradientSyncMode):
         return mode
     names = ("auto", *(mode.value for mode in GradientSyncMode))
@@ -40,7 +40,7 @@ def resolve_sync_mode(mode: object = "auto", *, finds_unused_parameters: bool = 
 
 
 def check_weighting(weighting: object) -> str | None:
-    """Return the name of what gradients are weighted by; None for nothing."""
+    """Return the name of a gradient weighting; None for no weighting."""
     expected = "'samples', 'logged' or None"
     return None if weighting is None else check_name("gradient_weighting", weighting, WEIGHTINGS, expected)
 

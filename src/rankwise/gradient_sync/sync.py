@@ -171,9 +171,9 @@ class GradientSync:
     def track(
         self, module: nn.Module, group: dist.ProcessGroup | None, *, is_new: bool = False, **options: Any
     ) -> TrackedModule:
-        """Follow what is trained in a module from now on; see `TrackedModule`. Collective.
+        """Track the trained parameters of a module from now on; see `TrackedModule`. Collective.
 
-        A module that is not wrapped is one in which nothing is trained yet.
+        If a module is not wrapped, nothing in it is trained yet.
         """
         own = self._of(module)
         own.tracked = TrackedModule(module, group, is_new=is_new, **options)

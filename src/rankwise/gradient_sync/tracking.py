@@ -1,4 +1,4 @@
-"""Keep what is averaged equal to what is trained, when parameters are frozen, unfrozen or added."""
+"""Keep the averaged parameters equal to the trained ones, when some are frozen, unfrozen or added."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TrackedModule:
     Collective: every rank must create it, and then call the same methods in the same order.
 
     Args:
-        module: what `setup_module` returned, wrapped or not.
+        module: the result of `setup_module`, wrapped or not.
         group: the ranks that average gradients; None for all. Without a process group this is the only rank.
         is_new: whether DDP has wrapped it just now. If not, it may have been wrapped for other parameters.
         timeout: how long to wait for the other ranks where a rank has changed something.

@@ -20,8 +20,8 @@ from rankwise.processes.memory_file import Parts, Unreadable, fingerprint, pickl
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_trainer", "_compiled_call_impl"}
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-# The calling process has given the data, and its `configure_optimizers` makes optimizers; a handle belongs to
-# the hooks of one process.
+# The calling process has the data already, and its `configure_optimizers` makes optimizers; a handle belongs
+# to the hooks of one process.
 _STAY_THERE = (Dataset, DataLoader, Sampler, Optimizer, LRScheduler, RemovableHandle)
 
 
@@ -54,9 +54,9 @@ class AttributesBefore:
 
 
 def _known(value: Any) -> tuple[object, list[object]]:
-    """Return what changes with a value, and what is in its containers.
+    """Return a token that changes when a value does, and the items in its containers.
 
-    The first is a digest, or where there is none, the ids of the second.
+    The token is a digest, or without one the ids of the items.
     """
     digest = None if _holds_data(value) else fingerprint(value)
     held = [] if digest else list(walked(value, _items))
@@ -86,7 +86,7 @@ class ObjectState:
         """Give an object these attributes; with `removes`, delete the ones that the stage has deleted.
 
         Raises:
-            Unreadable: at the end, for those that could not be packed or read, which stay as they are.
+            Unreadable: at the end, for attributes that could not be packed or read, which stay as they are.
         """
         attributes = vars(owner)
         for name in self._removed if removes else ():
@@ -111,7 +111,7 @@ _KEPT: Any = object()
 
 
 def _sendable(value: Any, is_old: Callable[[Any], bool]) -> Any:
-    """Return what is sent of a value: or `_KEPT`, or an `Unreadable` for what is new and cannot be sent."""
+    """Return the part of a value to send, `_KEPT`, or an `Unreadable` for a new value that cannot be sent."""
     if isinstance(value, _STAY_THERE):
         return _KEPT
     has_data = _holds_data(value)
@@ -156,7 +156,7 @@ class _SomeItems:
 
 def _state_of(owner: Any) -> dict[str, Any]:
     """Return the attributes with which an object is pickled; none if that fails."""
-    if isinstance(owner, nn.Module) and parametrize.is_parametrized(owner):  # whose method only raises
+    if isinstance(owner, nn.Module) and parametrize.is_parametrized(owner):  # its method only raises
         return vars(owner)
     try:
         state = getattr(type(owner), "__getstate__", vars)(owner)  # Python 3.10's object has none

@@ -63,7 +63,7 @@ def _in_kernel() -> bool:
 
 
 def _script(command: Sequence[str]) -> str | None:
-    """Return what the interpreter runs: a path, `-m` or `-c`; None for stdin."""
+    """Return the argument that says what the interpreter runs: a path, `-m` or `-c`; None for stdin."""
     words = iter(command[1:])
     for word in words:
         if word in ("-W", "-X", "--check-hash-based-pycs"):

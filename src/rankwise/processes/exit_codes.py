@@ -26,8 +26,8 @@ _writing: threading.Thread | None = None
 def write_stderr(text: str, timeout_s: float = _STDERR_TIMEOUT_S) -> None:
     """Write a text to stderr, in a thread of its own.
 
-    Does nothing where stderr is closed or has no reader. Where the reader takes longer than `timeout_s`, the
-    text is written later, and other texts are dropped until then.
+    Does nothing if stderr is closed or has no reader. If the reader takes longer than `timeout_s`, the text
+    is written later, and other texts are dropped until then.
     """
     global _writing
     if _writing is not None and _writing.is_alive():
@@ -47,7 +47,7 @@ def _write(text: str) -> None:
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
-    except Exception:  # noqa: BLE001  no stderr, a closed one, one without a reader, one that is anybody's code
+    except Exception:  # noqa: BLE001  stderr may be None, closed, without a reader, or the user's own code
         return
 
 
@@ -62,7 +62,7 @@ def exit_now(code: int) -> NoReturn:
 
 def _flush_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # closed, without a reader, None, or anybody's code
+        with suppress(Exception):  # closed, without a reader, None, or the user's own code
             stream.flush()
 
 
@@ -120,7 +120,7 @@ def end_pools() -> None:
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 _FAILURE = 1
-# These run other code and catch all that it raises: no exception reaches the end of the interpreter.
+# These run other code and catch all its exceptions: none reaches the end of the interpreter.
 _HOSTS = ("_pytest", "IPython", "ipykernel", "code", "bdb", "doctest", "unittest")
 
 
@@ -139,8 +139,8 @@ def exit_code_of(error: BaseException) -> int:
 def exit_code_kept() -> Iterator[None]:
     """Exit with the failed worker's code if a worker's error leaves the block and is not caught.
 
-    The present `sys.excepthook` prints the traceback as always. Nothing changes outside the main thread, nor
-    where a caller catches all exceptions (a notebook, pytest).
+    The current `sys.excepthook` prints the traceback as usual. Nothing changes outside of the main thread, or
+    if a caller catches all exceptions (a notebook, pytest).
 
     Mutates: `sys.excepthook`, for as long as the exception lives.
     """

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-# Sockets, selectors and files: to close one that is closed already does nothing.
+# Sockets, selectors and files: closing one twice does nothing.
 _closed_in_child: WeakSet[Any] = WeakSet()
 
 
 def close_in_child(*descriptors: Any) -> None:
-    """Close these in every process forked from now on, which would otherwise delay their end of file."""
+    """Close these in every process forked from now on: a copy there would delay their end of file."""
     _closed_in_child.update(descriptors)
 
 
@@ -33,9 +33,9 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @contextmanager
 def objects_frozen() -> Iterator[None]:
-    """Leave what exists out of garbage collections in the block, and in what is forked there.
+    """Exclude existing objects from garbage collections in the block, and in processes that it forks.
 
-    A collection writes to each object that it looks at: a fork would copy what it inherits.
+    A collection writes to each object that it visits: a fork would copy the memory that it shares.
     """
     is_ours = gc.get_freeze_count() == 0  # a program may have frozen its objects itself
     if is_ours:
@@ -48,9 +48,9 @@ def objects_frozen() -> Iterator[None]:
 
 
 def release_memory() -> None:
-    """Give memory that is not used any more back to the system: a fork would inherit it."""
+    """Give unused memory back to the system: a fork would inherit it."""
     if gc.isenabled():
-        gc.collect(0)  # what imports have left
+        gc.collect(0)  # garbage of imports
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc
         trim(0)
 

@@ -52,7 +52,7 @@ class Interruptible:
 
     def __exit__(self, *exc_info: object) -> None:
         self._is_leaving = True
-        self._handled_before = None  # its frames hold whatever the caller has
+        self._handled_before = None  # its frames keep the caller's objects alive
         with self._lock:
             self._left.set()
         if self._signal is not None:

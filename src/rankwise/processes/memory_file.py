@@ -44,7 +44,7 @@ def create_memory_file() -> int:
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise
-    with tempfile.TemporaryFile() as file:  # unlinked from the start, where there is no memfd
+    with tempfile.TemporaryFile() as file:  # unlinked from the start, if memfd is not available
         return os.dup(file.fileno())
 
 
@@ -105,7 +105,7 @@ class Unreadable(Exception):
 
     @classmethod
     def because_of(cls, error: Exception) -> Unreadable:
-        """Return what stands in the place of a value at which an exception was raised."""
+        """Return the object in place of a value whose packing or reading raised an exception."""
         if isinstance(error, Unreadable):
             return error
         return cls(f"{type(error).__name__}: {text_of(error)}".partition("\n")[0].rstrip("."))
@@ -123,7 +123,7 @@ class Parts(dict[Any, Any]):
 def pack(value: object, descriptor: int) -> None:
     """Write a value; tensors that share a storage still do when it is read.
 
-    Raises what pickling raises, unless that is only because of what is in `Parts`.
+    Raises the exceptions of pickling, except for values in `Parts`.
     """
     stream = io.BytesIO()
     pickler = _Pickler(stream)
@@ -244,7 +244,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _shared_parts(value: object, known: set[torch.nn.Module] | None = None) -> Iterator[tuple[str, object]]:
-    """Yield what is the same object in later parts, by names that are the reader's, too.
+    """Yield the objects that later parts refer to, by names that the reader also uses.
 
     Modules that are `known` already are left out, with all that is in them; the others are known then.
     """

@@ -14,7 +14,7 @@ ParametrizedClass = tuple[type[nn.Module], tuple[str, ...]]
 
 
 def kind_of(module: nn.Module) -> ParametrizedClass:
-    """Return a module's class and what of it is parametrized."""
+    """Return a module's class, and its parametrized tensors."""
     if not parametrize.is_parametrized(module):
         return type(module), ()
     parametrizations: Any = module.parametrizations
@@ -35,7 +35,7 @@ def set_kind(module: nn.Module, kind: ParametrizedClass) -> None:
 
 
 def reduced(module: nn.Module, protocol: int) -> tuple[Any, ...]:
-    """Return what pickle needs of a parametrized module."""
+    """Return the data with which pickle creates a parametrized module again."""
     own, (base, names) = type(module), kind_of(module)
     try:
         module.__class__ = base

@@ -59,8 +59,8 @@ class StateBefore:
 class ReturnedState:
     """The state of these objects after a stage, and other parts by name; picklable, on the CPU.
 
-    Making it sends by name, from then on, the objects that the calling process has. A part that
-    cannot be had, packed or read is missing alone.
+    Creating it sends the objects that the calling process has by name from then on. If a part cannot
+    be created, packed or read, only that part is missing.
     """
 
     def __init__(self, before: StateBefore, parts: Mapping[str, Callable[[], Any]]) -> None:
@@ -96,7 +96,7 @@ class ReturnedState:
 
 
 def captured(part: Callable[[], Any]) -> Any:
-    """Return a part of a state, on the CPU; an `Unreadable` where it cannot be had."""
+    """Return a part of a state, on the CPU; an `Unreadable` if it cannot be created."""
     try:
         return map_tensors(part(), lambda tensor: tensor.detach().cpu())
     except Exception as error:  # noqa: BLE001  the user's classes have their own states
@@ -195,7 +195,7 @@ class _Members:
         self._training = module.training
 
     def give_to(self, module: nn.Module, name: str, lost: _NotReturned, attributes: ObjectState) -> None:
-        """Make a module consist of it, and have these attributes.
+        """Give a module these parts and attributes.
 
         Buffers stay the same objects, if their shape and dtype allow it. `name` is the module's, for what is
         `lost`.

@@ -38,12 +38,12 @@ INTERRUPT_NOTICE = "rankwise: training stops at the end of this step. Ctrl-C aga
 class StoppedBySignal(BaseException):
     """Raised on every rank after training has stopped for a signal: checkpoint saved, at the same step.
 
-    `stopped_by` returns one that is a `SystemExit` or a `KeyboardInterrupt`, too.
+    `stopped_by` returns one that is also a `SystemExit` or a `KeyboardInterrupt`.
 
     Attributes:
         signal_number: the signal.
-        value: on a rank that a launcher has started: what it returns all the same.
-        values: in the launching process: what all ranks of this node have returned, by global rank.
+        value: on a rank that a launcher has started: its return value.
+        values: in the launching process: the return values of this node's ranks, by global rank.
     """
 
     def __init__(self, signal_number: int, *args: object) -> None:
@@ -64,19 +64,19 @@ class _StoppedInterrupt(StoppedBySignal, KeyboardInterrupt):
 
 
 def stopped_by(number: int) -> StoppedBySignal:
-    """Return what to raise where all ranks have stopped for a signal, or were done with their work."""
+    """Return the exception for a job in which all ranks have stopped for a signal or finished."""
     if number == signal.SIGINT:
         return _StoppedInterrupt(number)
     return _StoppedExit(number, 128 + number)
 
 
 def ended_by(number: int) -> SystemExit | KeyboardInterrupt:
-    """Return what to raise where a signal has ended the work, or part of it."""
+    """Return the exception for work that a signal has ended, or a part of it."""
     return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
 
 
 def as_raised(error: BaseException) -> BaseException:
-    """Return what a launch raises for an error of its ranks: a stop is a plain exception, which it causes."""
+    """Return the exception that a launch raises for an error of its ranks: a plain one, caused by a stop."""
     if not isinstance(error, StoppedBySignal):
         return error
     raised = ended_by(error.signal_number)
@@ -87,8 +87,8 @@ def as_raised(error: BaseException) -> BaseException:
 def reraise_from_handler(error: BaseException, *handled: BaseException | None) -> None:
     """Raise `error` if the handler of a signal has raised it.
 
-    With `handled`, which the caller was handling before, also raise such a cause of `error`: C code, and code
-    that describes its errors, raise another error in its place.
+    With `handled`, the exceptions that the caller was handling before, also raise such a cause of `error`:
+    C code, and code that describes its errors, raise another error in its place.
     """
     last = handled or (error.__context__,)
     found: BaseException | None = error
@@ -397,7 +397,7 @@ def interrupts_blocked() -> Iterator[None]:
 
 
 def ignore_interrupts_in_workers() -> None:
-    """Ignore SIGINT in this worker: the main process handles it; nor let a fork's signals wake that one.
+    """Ignore SIGINT in this worker: the main process handles it. Signals of a fork do not wake that process.
 
     A handler, not SIG_IGN, which processes that the worker executes would inherit.
     """
@@ -413,7 +413,7 @@ def _nothing(signum: int, interrupted: FrameType | None) -> None:
 
 @contextmanager
 def exit_statuses_kept() -> Iterator[None]:
-    """Keep, in the block, the exit status of each child of this process for whoever waits for that child.
+    """Keep, in the block, the exit status of each child of this process for the code that waits for it.
 
     The kernel drops it while SIGCHLD is ignored, and a handler may wait for all of them. Runs on: any thread.
 

@@ -1,7 +1,7 @@
 """`StartedProcess`: a process that was started here: pid, a descriptor for its end, exit status.
 
-The program around may ignore SIGCHLD, or wait for all its children: then the kernel tells the exit status to
-nobody, or to that code, and here it is unknown.
+The program may ignore SIGCHLD, or wait for all its children: then the kernel drops the exit status, or gives
+it to that code, and it is unknown here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def has_memory(pid: int) -> bool:
         os.readlink(f"/proc/{pid}/exe")  # noqa: PTH115  a path that may not exist
     except PermissionError:  # a program of another user
         return True
-    except OSError:  # this may also be no Linux
+    except OSError:  # or this is not Linux
         return False
     return True
 
@@ -113,8 +113,8 @@ class StartedProcess(ABC):
             return _readable_descriptor()
 
     def _watch_in_thread(self) -> int:
-        # Without pidfds (macOS, older kernels, some sandboxes) a thread waits, and writes to a pipe: to close
-        # it would not do: processes that are forked meanwhile have its write end.
+        # Without pidfds (macOS, older kernels, some sandboxes) a thread waits, and writes to a pipe. Closing
+        # the pipe is not enough: processes that are forked meanwhile have its write end.
         read_end, write_end = os.pipe()
 
         def watch() -> None:

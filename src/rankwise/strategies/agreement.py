@@ -60,7 +60,7 @@ def check_same_values(
 
 
 def _summary_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return what is the same on all ranks if the digests of all tensors are, but is made sooner."""
+    """Return a value that is equal on all ranks if all digests are, and is faster to compute."""
     dense = {name: tensor for name, tensor in tensors.items() if has_values(tensor)}
     kinds = [(name, each.dtype, tuple(each.shape)) for name, each in dense.items()]
     return {"kinds": repr(kinds), "values": joint_digest(dense.values())}
@@ -77,7 +77,7 @@ def _are_same(strategy: Strategy, facts: dict[str, str]) -> bool:
 def share_model(strategy: Strategy, module: nn.Module) -> None:
     """Give every rank rank 0's parameters and buffers, unless all ranks have the same ones. Collective.
 
-    Those that DDP is configured to ignore are left alone.
+    Parameters that DDP is configured to ignore do not change.
     """
     if strategy.world_size == 1:
         return
@@ -102,7 +102,7 @@ def values_of(module: nn.Module, *, with_buffers: bool) -> dict[str, Tensor]:
 
 
 def fingerprint_of(module: nn.Module, seed: int | None = None) -> dict[str, str]:
-    """Return what must be the same on every rank that trains a module; `seed` is `seed_everything`'s."""
+    """Return the facts that must be equal on all ranks that train a module; `seed` is `seed_everything`'s."""
     return {
         "the version of rankwise": sys.modules["rankwise"].__version__,
         "the version of torch": str(torch.__version__),

@@ -74,12 +74,12 @@ class Strategy(WithParts, ABC):
             first four arguments.
 
     Attributes:
-        ranks: the ranks of this process; in a main process that is not a rank, those of local rank 0.
+        ranks: the ranks of this process; in a main process that is not a rank, local rank 0's.
         global_rank, local_rank, node_rank, world_size, local_world_size, num_nodes, is_global_zero: of ranks.
         root_device: this process's device.
         environment: which launcher started this process.
         runs_in_caller: whether the calling process is a rank itself, so that training changes its objects.
-        worker: what the launcher gives to this rank; only in a job.
+        worker: this rank's context from the launcher; only in a job.
         gradients: when gradients are averaged, through which hook and with which weights. The states of
             communication hooks are kept in it from launch to launch.
         default_parts: which of `"precision"` and `"checkpoint_io"` the constructor was not given.
@@ -189,7 +189,7 @@ class Strategy(WithParts, ABC):
         Runs on: every process of the job; starts none.
 
         Returns:
-            This process's ranks. A main process that is not a rank has those of local rank 0.
+            This process's ranks. A main process that is not a rank has local rank 0's.
 
         Raises:
             LifecycleError: when the strategy is bound already.
@@ -362,7 +362,7 @@ class Strategy(WithParts, ABC):
         return module.to(self.root_device)
 
     def unwrap_module(self, module: nn.Module) -> nn.Module:
-        """Return the user's module from what `setup_module` returned."""
+        """Return the user's module within the result of `setup_module`."""
         return module.module if isinstance(module, DistributedDataParallel) else uncompiled(module)
 
     def call_method(self, wrapped: nn.Module, method: str, /, *args: Any, **kwargs: Any) -> Any:

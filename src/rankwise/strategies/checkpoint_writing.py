@@ -1,4 +1,4 @@
-"""Write a checkpoint: on global rank 0, for which the others wait; after a failure on each rank by itself."""
+"""Write a checkpoint: on global rank 0, while the others wait; after a failure, on each rank by itself."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write_checkpoint(strategy: Any, checkpoint: dict[str, Any], path: str | os.P
 
 
 def _context_between_jobs(strategy: Any) -> WorkerContext | None:
-    """Return the context of a rank that continues after a job; None in a job, or where it is alone."""
+    """Return the context of a rank that continues after a job; None in a job, or without other ranks."""
     if not strategy.is_bound or strategy.is_in_job or is_distributed():
         return None
     launcher: Launcher | None = strategy.placement.launcher
@@ -60,7 +60,7 @@ def _awaited(strategy: Any, worker: WorkerContext, path: str | os.PathLike[str])
         ) from None
     except DistError:
         if worker.ranks.global_rank == 0:
-            return  # it has written; the others are gone with the store
+            return  # it has written the file; the others are gone with the store
         raise RendezvousTimeoutError(
             "global_rank=0 to save a checkpoint, too", strategy.timeout.total_seconds()
         ) from None

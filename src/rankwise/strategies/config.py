@@ -203,7 +203,7 @@ def check_devices(devices: Devices) -> int | tuple[int, ...] | None:
     """Return a number of devices, their indices, or None for all that are available."""
     if isinstance(devices, str):
         return _parse_devices(devices)
-    given: Any = devices  # what an unchecked program passes
+    given: Any = devices  # an unchecked program may pass it
     check_value("devices", devices, not isinstance(given, bytes), _DEVICES, error=InvalidTypeError)
     check_is_a("devices", devices, (int, Sequence), _DEVICES)
     return _check_count(devices) if isinstance(devices, int) else _check_indices(devices)
@@ -255,7 +255,7 @@ def agreed_value(argument: str, own: Any, given: Any) -> Any:
 
 
 def _meaning(argument: str, value: Any) -> tuple[Any, Any]:
-    """Return what a value must have in common with another that agrees, and its further details, if any."""
+    """Return the part of a value that must equal the other value's, and its further details, if any."""
     if argument == "devices":
         devices = check_devices(value)
         return (len(devices), devices) if isinstance(devices, tuple) else (devices, None)
@@ -276,7 +276,7 @@ def check_num_nodes(num_nodes: int | Literal["auto"]) -> int | None:
 
 
 def from_parallel_devices(given: Sequence[torch.device]) -> tuple[str, int | list[int]]:
-    """Return the accelerator and devices that a list of devices stands for."""
+    """Return the accelerator and the devices of a list of devices."""
     devices = given if isinstance(given, (list, tuple)) else ()
     kinds = {device.type if isinstance(device, torch.device) else "" for device in devices}
     if len(kinds) != 1 or "" in kinds:

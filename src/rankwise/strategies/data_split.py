@@ -31,9 +31,9 @@ def replica_of(strategy: Strategy) -> dict[str, int]:
 
 
 def fingerprint_of_loaders(words: str, loaders: list[Any], is_split_here: bool) -> dict[str, str]:
-    """Return what must be the same of loaders: their number; unless split, lengths and indices of subsets.
+    """Return the facts of loaders that must be equal: number and, unless split, lengths and subsets' indices.
 
-    `words` is what they are called in messages, such as `"training"`.
+    `words` names the loaders in messages, such as `"training"`.
     """
     facts = {f"the number of {words} loaders": str(len(loaders))}
     for number, loader in enumerate(loaders if is_split_here else []):
@@ -77,7 +77,7 @@ def agreed_order_seeds(
 
 
 def check_same_order(strategy: Strategy, words: str, loaders: list[Any]) -> None:
-    """Make sure that all ranks draw the same from samplers of the user's own. Collective if there are any."""
+    """Check that all ranks draw the same items from the user's own samplers. Collective if there are any."""
     facts = {}
     for number, loader in enumerate(loaders if strategy.world_size > 1 else []):
         sampler = sharded_sampler_of(loader)

@@ -199,7 +199,7 @@ class DDPStrategy(Strategy):
         return self._create_supervised_launcher(placement)
 
     def _create_supervised_launcher(self, placement: Placement) -> Launcher:
-        # What starts and supervises processes is imported where it is needed.
+        # Modules that start and supervise processes are imported where they are needed.
         from rankwise.launchers.supervisor import SupervisionOptions
 
         requeue_signal = placement.environment.requeue_signal

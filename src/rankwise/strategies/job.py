@@ -1,4 +1,4 @@
-"""`Job`: what a rank has for the duration of one launch."""
+"""`Job`: one rank's state for the duration of one launch."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class Job:
     A strategy that is used without a launch, in processes that the user has connected, has one too.
 
     Attributes:
-        worker: what the launcher gives to this rank.
+        worker: this rank's context from the launcher.
         is_launched: whether it belongs to a launch.
         has_group: whether the strategy creates the process group, not the launched function.
         check: compares each collective of the ranks before it runs; None where that is off.
-        modules: what `setup_module` returned, and how to undo it.
+        modules: the results of `setup_module`, and how to undo it.
         cleanup: what `teardown` undoes, last first.
     """
 
@@ -87,7 +87,7 @@ class Job:
     def running(
         self, setup: Callable[[], None], teardown: Callable[[], None], checkpoint_io: CheckpointIO
     ) -> Iterator[None]:
-        """Run what is launched, in the block, between `setup` and `teardown`; report its failure."""
+        """Run the launched function in the block, between `setup` and `teardown`; report its failure."""
         worker = self.worker
         try:
             setup()
