@@ -82,7 +82,7 @@ def as_list(given: Any) -> list[Any]:
     """Return the loaders that a user gave: several in containers, one alone (or a list of batches), or None.
 
     Raises:
-        InvalidTypeError: for what cannot be iterated over.
+        InvalidTypeError: for a value that cannot be iterated over.
     """
     if given is None or isinstance(given, DataLoader):
         return [] if given is None else [given]

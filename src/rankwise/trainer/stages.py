@@ -1,4 +1,4 @@
-"""A stage: what a Trainer's fit, validate, test or predict does on each rank."""
+"""A stage: a Trainer's fit, validate, test or predict on each rank."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _profiled(context: LoopContext, stage: StageName) -> Iterator[None]:
 @final
 @dataclass
 class Stage:
-    """A stage: its arguments, and what each rank does.
+    """A stage: its arguments, and its work on each rank.
 
     Attributes:
         loaders: the user's loaders by phase; None for the data module's, or else the module's own. A data

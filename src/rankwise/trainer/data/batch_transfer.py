@@ -1,4 +1,4 @@
-"""The way of a batch to the step: through the hooks, to the device, into the precision's format."""
+"""Prepare a batch for the step: hooks, transfer to the device, the precision's format."""
 
 from __future__ import annotations
 

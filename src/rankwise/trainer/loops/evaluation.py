@@ -1,4 +1,4 @@
-"""The loops of validation, test and prediction: every sample once, whatever the number of ranks."""
+"""The loops of validation, test and prediction: every sample once, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ class EvaluationLoop:
         return Results(self.context.module, is_evaluation=True, global_rank=rank)
 
     def _publish_steps(self, steps: list[StepOfEvaluation]) -> None:
-        """Give loggers what each batch has logged by step, numbered over all evaluations of this kind."""
+        """Give loggers each batch's values by step, numbered over all evaluations of this kind."""
         context = self.context
         counts = context.state.evaluated_batches.setdefault(f"{context.stage.name} {self.stage}", {})
         before = dict(counts)

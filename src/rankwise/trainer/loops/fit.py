@@ -75,7 +75,7 @@ class FitLoop:
         self._skipping = _Skipping(context)
 
     def profile(self, profiler: Profiler) -> None:
-        """Measure epochs, batches, and how long each batch takes to come."""
+        """Profile epochs, batches, and the time to get each batch."""
         batches = self._remaining_batches
         profiler.instrument(self, _run_epoch="run_training_epoch", _run_batch="run_training_batch")
         self._remaining_batches = lambda: profiler.iterated(  # type: ignore[method-assign]
@@ -99,7 +99,7 @@ class FitLoop:
             while (progress.is_epoch_open or self._stopping.may_continue()) and self._agree_on_num_batches():
                 self._run_epoch()
             self._stopping.finish()
-            share_buffers(context.wrapped)  # every rank goes on with the buffers that rank 0 saves
+            share_buffers(context.wrapped)  # every rank continues with the buffers that rank 0 saves
             self._strategy.end_training()
             compare_ranks(context, "at the end of fit", with_buffers=shares_buffers(context.wrapped))
             context.state.rank_states = gather_rank_states(context)
@@ -239,7 +239,7 @@ class FitLoop:
             step_schedulers(self._context, interval, needs_metric=needs_metric)
 
     def _compare_ranks(self, steps_before: int) -> None:
-        """Compare the ranks' values as asked for, and now and then those of parameters in no optimizer."""
+        """Compare the ranks' values at the set interval, and sometimes parameters without an optimizer."""
         interval, step = self._settings.check_ranks_every_n_steps, self._progress.global_step
         if interval and step // interval > steps_before // interval:
             compare_ranks(self._context, f"after step {step}")

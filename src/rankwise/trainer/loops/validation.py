@@ -111,7 +111,7 @@ class Validation:
             self._ended_at = time.monotonic()
 
     def _load(self) -> None:
-        """Ask for the loaders; the random numbers of training stay what they would be."""
+        """Reload the loaders of validation without changing the random numbers of training."""
         state = self._context.state
         with isolated_random_state(mixed_seed(state.seed, 0)):
             self._loop = self._make_loop(self._context) or self._loop
@@ -128,7 +128,7 @@ def run_sanity_check(
 ) -> EvaluationLoop | None:
     """Validate on the first `num_sanity_val_steps` batches of each loader; return the loop. Collective.
 
-    Metrics and random state are afterwards what they were before. `make_validation` asks for the loaders.
+    Metrics and random state are restored afterwards. `make_validation` asks for the loaders.
     """
     with _checking(context):
         context.hooks.call("on_sanity_check_start")
