@@ -91,13 +91,17 @@ def _draw(chance: random.Random, cells: list[Cell]) -> tuple[Cell, float, int]:
     return cell, delay_s, step if cell.when in WHEN[1:3] else 1
 
 
-@pytest.mark.parametrize(
-    ("runs", "strategies"),
-    [(3, _QUICK), pytest.param(200, STRATEGIES, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])],
-)
-def test_random_faults(runs: int, strategies: tuple[str, ...], run: FaultRunner) -> None:
+# 200 runs, in parts that several workers can share.
+_IN_PARTS = [
+    pytest.param(25, STRATEGIES, part, marks=[pytest.mark.soak, pytest.mark.timeout(900)])
+    for part in range(8)
+]
+
+
+@pytest.mark.parametrize(("runs", "strategies", "part"), [(3, _QUICK, 0), *_IN_PARTS])
+def test_random_faults(runs: int, strategies: tuple[str, ...], part: int, run: FaultRunner) -> None:
     """A fault at a random moment has the result of the table and leaves nothing."""
-    seed = int(os.environ.get("RANKWISE_SOAK_SEED", SEED))
+    seed = f"{os.environ.get('RANKWISE_SOAK_SEED', SEED)}, part {part}"
     print(f"seed {seed}")
     chance = random.Random(seed)
     cells = [cell for cell in CELLS if cell.strategy in strategies and (runs > 3 or not cell.hangs)]
@@ -111,11 +115,8 @@ def test_random_faults(runs: int, strategies: tuple[str, ...], run: FaultRunner)
     assert found == {}
 
 
-@pytest.mark.parametrize(
-    ("runs", "strategies"),
-    [(2, _QUICK), pytest.param(200, STRATEGIES, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])],
-)
-def test_runs_without_a_fault(runs: int, strategies: tuple[str, ...], run: FaultRunner) -> None:
+@pytest.mark.parametrize(("runs", "strategies", "part"), [(2, _QUICK, 0), *_IN_PARTS])
+def test_runs_without_a_fault(runs: int, strategies: tuple[str, ...], part: int, run: FaultRunner) -> None:
     """Runs without a fault exit with 0 and leave nothing."""
     found: dict[int, object] = {}
     for number in range(runs):
