@@ -251,7 +251,7 @@ def _shared_parts(value: object, known: set[torch.nn.Module] | None = None) -> I
     if isinstance(value, torch.nn.Module):
         for path, module in value.named_modules(known, remove_duplicate=known is not None):
             yield path, module
-            for name, parameter in module._parameters.items():
+            for name, parameter in module.named_parameters(recurse=False):
                 yield f"{path} {name}", parameter
     elif not isinstance(value, _ATOMS):
         yield "", value

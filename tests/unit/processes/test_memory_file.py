@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rankwise.processes.memory_file import create_memory_file, pack, unpack
+from rankwise.processes.memory_file import Parts, create_memory_file, pack, unpack
 
 
 @pytest.fixture
@@ -173,3 +173,41 @@ def test_an_optimizers_state_travels(file: int) -> None:
     back = there_and_back({"state": {0: entry}, "param_groups": [{"lr": 0.1, "params": [0]}]}, file)
     assert back["param_groups"] == [{"lr": 0.1, "params": [0]}]
     assert all(torch.equal(back["state"][0][name], value) for name, value in entry.items())
+
+
+class NotReadable:
+    """Can be packed, but not read."""
+
+    def __reduce__(self) -> Any:
+        return _raise, ()
+
+
+def _raise() -> None:
+    raise ImportError("not here")
+
+
+def test_parts_fail_alone(file: int) -> None:
+    """One that cannot be packed or read is missing alone, as is what refers to it."""
+    layer, other = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
+    layer.attribute = NotReadable()  # type: ignore[assignment]  # no module
+    values = {
+        "raises": Unpicklable(),
+        "layer": layer,
+        "other": other,
+        "both": [layer.weight, other],
+        "none": None,
+    }
+    found = there_and_back(Parts(values), file)
+    assert found["raises"].reason == "TypeError: not me"
+    assert found["layer"].reason == found["both"].reason == "ImportError: not here"
+    assert isinstance(found["other"], torch.nn.Linear)
+    assert found["none"] is None
+
+
+def test_parts_share_modules_and_parameters(file: int) -> None:
+    """Later parts have the same objects as earlier ones."""
+    layer = torch.nn.Linear(2, 2, bias=False)
+    values = {"module": torch.nn.Sequential(layer), "layer": [layer, None], "weight": layer.weight}
+    found = there_and_back(Parts(values), file)
+    assert found["layer"][0] is found["module"][0]
+    assert found["weight"] is found["module"][0].weight
