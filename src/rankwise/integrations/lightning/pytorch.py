@@ -14,7 +14,7 @@ from torch import nn
 
 from rankwise import strategies
 from rankwise.integrations.lightning.processes import OnRankwise, RankwiseLauncher
-from rankwise.integrations.lightning.worker_state import (
+from rankwise.integrations.lightning.state_transfer import (
     StageResult,
     known_to_lightning,
     optimizers_taken,
