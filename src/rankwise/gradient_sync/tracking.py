@@ -20,7 +20,7 @@ from rankwise.gradient_sync.hook_registry import PowerSGDMemory
 from rankwise.gradient_sync.parameters import ParametersOf, gives_buffers, parameters_of, share_tensors
 from rankwise.gradient_sync.unused import record_reduced_names
 from rankwise.process_group.collectives import has_other_ranks
-from rankwise.process_group.rank_facts import described
+from rankwise.process_group.rank_comparison import described
 from rankwise.process_group.step_agreement import ChangeAgreement
 
 if TYPE_CHECKING:

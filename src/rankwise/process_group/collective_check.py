@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import NamedTuple, final
@@ -16,6 +15,7 @@ from torch.distributed import distributed_c10d
 from rankwise.errors import CollectiveMismatchError
 from rankwise.monitoring.heartbeat import blocked_in
 from rankwise.process_group.interception import Call, call_from_here, intercepted
+from rankwise.process_group.rank_comparison import ranks_by_value
 from rankwise.process_group.rank_zero import refuse_lone_call
 from rankwise.stores.sealed import part_of
 
@@ -131,7 +131,7 @@ class CollectiveCheck:
                 calls[rank] = self._store.get(key).decode(errors="replace")
             except dist.DistStoreError:
                 calls[rank] = "another call"  # that rank has ended
-        return CollectiveMismatchError(group=str(slot), number=slot.number, calls=_ranks_by_call(calls))
+        return CollectiveMismatchError(group=str(slot), number=slot.number, calls=ranks_by_value(calls))
 
     def _missing_error(self, slot: _Slot, timeout: timedelta) -> CollectiveMismatchError:
         here: dict[int, str] = {}
@@ -148,14 +148,7 @@ class CollectiveCheck:
         return CollectiveMismatchError(
             group=str(slot),
             number=slot.number,
-            calls=_ranks_by_call(here),
-            missing=_ranks_by_call(elsewhere),
+            calls=ranks_by_value(here),
+            missing=ranks_by_value(elsewhere),
             timeout_s=timeout.total_seconds(),
         )
-
-
-def _ranks_by_call(calls: Mapping[int, str]) -> dict[str, tuple[int, ...]]:
-    return {
-        call: tuple(rank for rank, called in calls.items() if called == call)
-        for call in dict.fromkeys(calls.values())
-    }

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from rankwise.errors import ProcessGroupError, RankMismatchError, StopAgreementError
 from rankwise.monitoring.heartbeat import blocked_in
 from rankwise.monitoring.rank_monitor import RankMonitor, send_message
-from rankwise.process_group.rank_facts import differences
+from rankwise.process_group.rank_comparison import differences
 from rankwise.ranks import RankInfo
 from rankwise.stores.tcp import default_store
 from rankwise.stores.values import decoded, read_value
@@ -256,24 +256,24 @@ class ChangeAgreement:
         keys = [self._key(number, rank) for rank in self._ranks]
         with blocked_in("agreement on changed parameters"):
             has_all = wait_for_keys(store, keys, self.timeout)
-        answers = [store.get(key) if has_all or store.check([key]) else None for key in keys]
-        if len(set(answers)) > 1:
+        answers = {
+            rank: store.get(key) if has_all or store.check([key]) else None
+            for rank, key in zip(self._ranks, keys, strict=True)
+        }
+        if len(set(answers.values())) > 1:
             raise RankMismatchError(self._differences(answers))
 
-    def _differences(self, answers: list[bytes | None]) -> dict[str, dict[str, tuple[int, ...]]]:
-        facts = [
-            {_SINCE: "no answer"} if each is None else decoded(dict[str, str], each, self._name)
-            for each in answers
-        ]
-        if None in answers:
-            facts = [{_SINCE: own.get(_SINCE, "")} for own in facts]
+    def _differences(self, answers: dict[int, bytes | None]) -> dict[str, dict[str, tuple[int, ...]]]:
+        facts = {
+            rank: {_SINCE: "no answer"} if each is None else decoded(dict[str, str], each, self._name)
+            for rank, each in answers.items()
+        }
+        if None in answers.values():
+            facts = {rank: {_SINCE: own.get(_SINCE, "")} for rank, own in facts.items()}
         found = differences(facts)
         if len(found) > 1:
             found.pop(_SINCE, None)  # differs as a consequence
-        return {
-            name: {value: tuple(self._ranks[place] for place in places) for value, places in values.items()}
-            for name, values in found.items()
-        }
+        return found
 
     def _answer(self) -> str:
         return json.dumps({**self.facts(), _SINCE: str(self._changed)})

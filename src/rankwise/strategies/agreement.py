@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rankwise.errors import RankMismatchError
 from rankwise.gradient_sync.parameters import share_tensors
-from rankwise.process_group.rank_facts import (
+from rankwise.process_group.rank_comparison import (
     differences,
     digests_of,
     facts_of_parameters,
@@ -35,7 +35,7 @@ def check_ranks_agree(strategy: Strategy, facts: dict[str, str]) -> None:
     if strategy.world_size == 1:
         return
     if not _are_same(strategy, facts):
-        raise RankMismatchError(differences(strategy.all_gather_object(facts)))
+        raise RankMismatchError(differences(_by_rank(strategy, facts)))
 
 
 def check_same_values(
@@ -55,8 +55,12 @@ def check_same_values(
         RankMismatchError: names what differs.
     """
     if strategy.world_size > 1 and not _are_same(strategy, {**_summary_of(tensors), **facts}):
-        found = differences(strategy.all_gather_object({**digests_of(tensors), **facts}))
+        found = differences(_by_rank(strategy, {**digests_of(tensors), **facts}))
         raise RankMismatchError(found, when)
+
+
+def _by_rank(strategy: Strategy, facts: Mapping[str, str]) -> dict[int, Mapping[str, str]]:
+    return dict(enumerate(strategy.all_gather_object(facts)))
 
 
 def _summary_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.gradient_sync.comm_hook import is_averaging, register_ddp_comm_hook
-from rankwise.process_group.rank_facts import has_values
+from rankwise.process_group.rank_comparison import has_values
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

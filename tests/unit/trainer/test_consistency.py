@@ -18,7 +18,7 @@ from torch.utils.data import (
 
 from rankwise.data.sharding import order_seed
 from rankwise.errors import RankMismatchError
-from rankwise.process_group.rank_facts import differences
+from rankwise.process_group.rank_comparison import differences
 from rankwise.strategies.agreement import check_ranks_agree, fingerprint_of
 from rankwise.strategies.data_split import agreed_order_seeds, fingerprint_of_loaders
 from rankwise.trainer.consistency import fingerprint_of_checkpoint
@@ -69,7 +69,9 @@ def test_every_difference_is_named_and_grouped() -> None:
 def test_ranks_are_grouped() -> None:
     """Ranks are grouped by value; the order is compared if the parameters are the same."""
     facts = [{"the order of the parameters": order} for order in ("a, b", "b, a", "a, b", "b, a")]
-    assert differences(facts) == {"the order of the parameters": {"a, b": (0, 2), "b, a": (1, 3)}}
+    assert differences(dict(enumerate(facts))) == {
+        "the order of the parameters": {"a, b": (0, 2), "b, a": (1, 3)}
+    }
 
 
 def test_a_lazy_parameter_has_no_shape() -> None:

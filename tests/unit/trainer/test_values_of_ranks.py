@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from rankwise import TrainingModule
 from rankwise.callbacks import Callback, ModelCheckpoint
 from rankwise.errors import ConfigurationError, InvalidArgumentError, RankMismatchError
-from rankwise.process_group.rank_facts import digest_of, has_values, joint_digest
+from rankwise.process_group.rank_comparison import digest_of, has_values, joint_digest
 from rankwise.trainer.checkpointing import save_stop_checkpoint
 from tests.helpers.threaded import ThreadedStrategy, counted_reductions, run_ranks
 from tests.process.training_tasks import quiet_trainer

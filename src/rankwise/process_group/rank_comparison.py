@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cache
 from itertools import groupby
 from operator import attrgetter
@@ -29,16 +29,21 @@ def facts_of_parameters(parameters: Mapping[str, Tensor]) -> dict[str, str]:
     }
 
 
-def differences(facts: Sequence[Mapping[str, str]]) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return the names whose values differ, with the ranks (positions in `facts`) that have each value."""
-    names = dict.fromkeys(name for own in facts for name in own)
-    found = {}
-    for name in names:
-        ranks: dict[str, list[int]] = defaultdict(list)
-        for rank, own in enumerate(facts):
-            ranks[own.get(name, "absent")].append(rank)
-        if len(ranks) > 1:
-            found[name] = {value: tuple(who) for value, who in ranks.items()}
+def ranks_by_value(values: Mapping[int, str]) -> dict[str, tuple[int, ...]]:
+    """Return the ranks that have each value; `values` are by rank."""
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, value in values.items():
+        ranks[value].append(rank)
+    return {value: tuple(who) for value, who in ranks.items()}
+
+
+def differences(facts: Mapping[int, Mapping[str, str]]) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the names whose values differ, with the ranks that have each value; `facts` are by rank."""
+    names = dict.fromkeys(name for own in facts.values() for name in own)
+    values = {
+        name: ranks_by_value({rank: own.get(name, "absent") for rank, own in facts.items()}) for name in names
+    }
+    found = {name: ranks for name, ranks in values.items() if len(ranks) > 1}
     if any(name.startswith("parameter ") for name in found):
         found.pop(_ORDER, None)  # differs as a consequence
     return found
