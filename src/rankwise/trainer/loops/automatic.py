@@ -49,7 +49,8 @@ class AutomaticOptimization:
         self._schedule = schedule
         self._must_sync = _must_sync(context)
         self._padding = PaddingGradients(context)
-        self._guard = NonFiniteGuard(context) if context.options.on_nonfinite is not None else None
+        policy = context.options.on_nonfinite
+        self._guard = None if policy is None else NonFiniteGuard(context, policy)
         self._is_window_start = True
         self._has_gradients = False
         self._random = context.stage.random

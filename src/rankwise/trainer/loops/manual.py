@@ -100,7 +100,8 @@ class ManualOptimization:
         self._weights = self._strategy.gradients.new_weights()
         if self._strategy.world_size > 1:
             check_dense(self._module, _name_of(self._module))
-        self._guard = NonFiniteGuard(context)
+        policy = context.options.on_nonfinite
+        self._guard = None if policy is None else NonFiniteGuard(context, policy)
         self._parameters: list[Tensor] = []
         self._is_blocked = False
         self._local: set[int] = set()  # ids of parameters whose gradients are not averaged over the ranks
@@ -153,8 +154,9 @@ class ManualOptimization:
         self._read_parameters()
         is_left_out = float(factor) == 0
         weights, sync = self._weights, self._strategy.gradients
+        marked = loss if is_left_out or self._guard is None else self._guard.mark(loss)
         with nullcontext() if weights is None else sync.counting(weights):
-            weighted = self.weighting.scaled(loss if is_left_out else self._guard.mark(loss), factor)
+            weighted = self.weighting.scaled(marked, factor)
         parameters = self._parameters
         hooked = hooked_parameters(parameters) if self._strategy.world_size > 1 else []
         with self._separate_gradients() if weight is not None else nullcontext():
@@ -229,7 +231,7 @@ class ManualOptimization:
             )
         result = None
         with self._agree_on_skipping(optimizer):
-            if self._guard.allows_step(optimizer):
+            if self._guard is None or self._guard.allows_step(optimizer):
                 self._strategy.precision.unscale_gradients(optimizer)
                 self._hooks.call("on_before_optimizer_step", optimizer)
                 agreed = None if closure is None else partial(self._agreed_loss, closure)
@@ -262,7 +264,8 @@ class ManualOptimization:
 
     def zero_grad(self, optimizer: Optimizer, **options: Any) -> None:
         """Clear the gradients of an optimizer's parameters."""
-        self._guard.clear()
+        if self._guard is not None:
+            self._guard.clear()
         self._cleared.add(id(optimizer))
         self._strategy.precision.zero_grad(optimizer, **options)
 

@@ -47,17 +47,15 @@ class NonFiniteGuard:
     then do the ranks exchange whose loss it was.
     """
 
-    def __init__(self, context: LoopContext) -> None:
+    def __init__(self, context: LoopContext, policy: str) -> None:
         self._strategy = context.strategy
         self._progress = context.state.progress
-        self._policy = context.options.on_nonfinite
+        self._policy = policy
         self._may_differ = context.strategy.gradients_may_differ(context.wrapped)  # with hooks of the user's
         self._is_bad: Tensor | None = None
 
     def mark(self, loss: Tensor) -> Tensor:
         """Return the loss, with gradients of NaN if it is not finite. Does not wait for the device."""
-        if self._policy is None:
-            return loss
         is_bad = ~torch.isfinite(loss.detach()).all()
         self._is_bad = is_bad if self._is_bad is None else self._is_bad | is_bad
         return loss * torch.where(is_bad, torch.nan, 1.0).to(loss.dtype)
@@ -71,7 +69,7 @@ class NonFiniteGuard:
 
         Collective: every rank must call this, after gradients are averaged.
         """
-        if self._policy is None or self._are_finite(optimizer):
+        if self._are_finite(optimizer):
             return True
         is_bad = self._is_bad is not None and bool(self._is_bad)
         bad_by_rank = self._strategy.all_gather_object(is_bad, self._strategy.job_group)
