@@ -560,7 +560,7 @@ class WorkerExitedError(WorkerError):
 
     def fix(self) -> str:
         if self.phase == self.BY_SYSTEM_EXIT:
-            return "every rank must come to its end; sys.exit(code) in place of SystemExit keeps the code."
+            return "every rank must reach its end; sys.exit(code) in place of SystemExit keeps the code."
         if self.exit_code is None:
             return (
                 "the launching process ignores SIGCHLD, or waits for all children, and so takes the code. "

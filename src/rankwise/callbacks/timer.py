@@ -103,5 +103,5 @@ def parse_duration(argument: str, given: Any) -> timedelta:
             raise InvalidArgumentError(argument=argument, value=given, expected=_EXPECTED) from None
     check_is_a(argument, given, timedelta, _EXPECTED)
     duration: timedelta = given
-    check_minimum(argument, duration, timedelta(0), "no negative duration")
+    check_minimum(argument, duration, timedelta(0), "a duration that is not negative")
     return duration

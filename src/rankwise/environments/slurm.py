@@ -88,7 +88,7 @@ class SlurmEnvironment(ClusterEnvironment):
             return _without_step(environ)
         step = cls(environ)._number("SLURM_STEP_ID", highest=0xFFFFFFFF)
         if step >= _FIRST_SPECIAL_STEP:
-            return f"SLURM_STEP_ID={step} is the allocation's own shell, no step of srun"
+            return f"SLURM_STEP_ID={step} is the allocation's own shell, not a step of srun"
         return super().rejection(environ) or cls(environ)._rejection_beside(MPIEnvironment(environ))
 
     @property

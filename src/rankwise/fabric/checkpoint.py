@@ -42,7 +42,8 @@ def checkpoint_of(strategy: Strategy, state: Mapping[str, Any], filters: Filters
     checkpoint = {key: _state_of(strategy, value) for key, value in state.items()}
     for key, keeps in filters.items():
         if not isinstance(checkpoint[key], Mapping):
-            raise InvalidTypeError(argument=f"state[{key!r}]", value=state[key], expected="what has a state")
+            expected = "an object with a state"
+            raise InvalidTypeError(argument=f"state[{key!r}]", value=state[key], expected=expected)
         checkpoint[key] = {name: value for name, value in checkpoint[key].items() if keeps(name, value)}
     if own := strategy.precision.state_dict():
         checkpoint[PRECISION] = own

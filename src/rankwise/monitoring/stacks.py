@@ -69,7 +69,7 @@ def dump_stacks(workers: Sequence[MonitoredRank], reason: str) -> None:
         elif worker.has_started:
             write_stderr(f"{title} (pid {process.pid}):\n")
             if not _has_signal(process.pid, "SigCgt", or_else=True):
-                write_stderr("  (not to be had: it runs another program, or has no handler of the signal)\n")
+                write_stderr("  (not available: it runs another program, or has no handler of the signal)\n")
                 continue
             process.send_signal(_FROM_SUPERVISOR)
             if _wait_for_stacks(process.pid, process.fileno()):
