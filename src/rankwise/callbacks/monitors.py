@@ -133,10 +133,7 @@ class LearningRateMonitor(LoggingCallback):
     """
 
     def __init__(
-        self,
-        logging_interval: str | None = None,
-        log_momentum: bool = False,
-        log_weight_decay: bool = False,
+        self, logging_interval: str | None = None, log_momentum: bool = False, log_weight_decay: bool = False
     ) -> None:
         check_choice("logging_interval", logging_interval, (None, "step", "epoch"), "'step', 'epoch' or None")
         self.logging_interval = logging_interval

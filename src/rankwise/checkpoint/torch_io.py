@@ -167,11 +167,7 @@ class _PicklerWithoutData(pickle.Pickler):
         return "" if torch.is_storage(value) else None
 
 
-def _load_error(
-    path: str | os.PathLike[str],
-    problem: str,
-    remedy: str = _INTACT_FILE,
-) -> CheckpointError:
+def _load_error(path: str | os.PathLike[str], problem: str, remedy: str = _INTACT_FILE) -> CheckpointError:
     return CheckpointError(path=os.fspath(path), problem=problem, remedy=remedy)
 
 

@@ -12,12 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rankwise.checks import check_keywords, check_value
-from rankwise.errors import (
-    ConfigurationError,
-    InvalidTypeError,
-    MissingExtraError,
-    UnknownNameError,
-)
+from rankwise.errors import ConfigurationError, InvalidTypeError, MissingExtraError, UnknownNameError
 from rankwise.named_options import NameTable
 from rankwise.seed import set_numpy_state
 

@@ -27,11 +27,7 @@ import rankwise.process_group.step_agreement  # noqa: F401  as above
 from rankwise.errors import LaunchRefusedError
 from rankwise.failures.record import FailureRecord
 from rankwise.launchers.context import Entry, Launcher, WorkerContext
-from rankwise.launchers.preconditions import (
-    refuse_patched_threads,
-    refuse_removed_directory,
-    shortages_named,
-)
+from rankwise.launchers.preconditions import refuse_patched_threads, refuse_removed_directory, shortages_named
 from rankwise.launchers.process_state import ProcessState
 from rankwise.launchers.supervisor import SupervisionOptions, Supervisor
 from rankwise.launchers.worker_group import WorkerGroup, WorkerLinks, WorkerStarter

@@ -22,11 +22,7 @@ from rankwise.errors import LaunchRefusedError, WorkerError
 from rankwise.launchers import script_place
 from rankwise.launchers.channel import Kind, RankChannel
 from rankwise.launchers.context import CallerLauncher, RankRun, WorkerContext, describe_context
-from rankwise.launchers.preconditions import (
-    refuse_patched_threads,
-    refuse_removed_directory,
-    shortages_named,
-)
+from rankwise.launchers.preconditions import refuse_patched_threads, refuse_removed_directory, shortages_named
 from rankwise.launchers.supervisor import SupervisionOptions
 from rankwise.launchers.worker_group import WorkerGroup, WorkerLinks
 from rankwise.launchers.worker_main import InheritedContext

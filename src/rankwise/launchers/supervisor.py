@@ -345,11 +345,7 @@ class Supervisor:
                 calls_earlier_handler=False,
             ),
             ROUTER.subscribe(
-                [signal.SIGINT],
-                self._on_noticed,
-                in_main_thread=True,
-                is_debounced=False,
-                sets_handler=False,
+                [signal.SIGINT], self._on_noticed, in_main_thread=True, is_debounced=False, sets_handler=False
             ),
         ):
             yield

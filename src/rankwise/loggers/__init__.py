@@ -21,14 +21,7 @@ _HOMES = {
     "rankwise.loggers.wandb": "WandbLogger",
 }
 
-__all__ = [
-    "CSVLogger",
-    "Logger",
-    "MLFlowLogger",
-    "TensorBoardLogger",
-    "WandbLogger",
-    "rank_zero_experiment",
-]
+__all__ = ["CSVLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger", "rank_zero_experiment"]
 
 if not TYPE_CHECKING:
     __getattr__ = lazy_names(__name__, _HOMES)

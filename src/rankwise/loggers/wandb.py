@@ -147,11 +147,7 @@ class WandbLogger(Logger):
 
     @rank_zero_only
     def watch(
-        self,
-        model: nn.Module,
-        log: str | None = "gradients",
-        log_freq: int = 100,
-        log_graph: bool = True,
+        self, model: nn.Module, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True
     ) -> None:
         """Log histograms of a module's gradients (or `"parameters"`, `"all"`), and its graph."""
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)

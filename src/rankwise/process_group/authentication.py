@@ -24,11 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from rankwise.errors import (
-    PeerAuthenticationError,
-    ProcessGroupError,
-    RendezvousTimeoutError,
-)
+from rankwise.errors import PeerAuthenticationError, ProcessGroupError, RendezvousTimeoutError
 from rankwise.processes.listening_sockets import listening, open_sockets, shut
 from rankwise.stores.sealed import (
     CODE_BYTES,

@@ -21,11 +21,7 @@ import torch.distributed as dist
 
 from rankwise.checks import check_is_a, check_keywords
 from rankwise.environments.network import LOOPBACK, LOOPBACK_INTERFACE
-from rankwise.errors import (
-    ConfigurationError,
-    ProcessGroupError,
-    UnknownNameError,
-)
+from rankwise.errors import ConfigurationError, ProcessGroupError, UnknownNameError
 from rankwise.process_group.authentication import (
     current_job_key,
     groups_authenticated,

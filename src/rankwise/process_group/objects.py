@@ -15,12 +15,7 @@ from torch import Tensor
 from rankwise.checks import check_choice
 from rankwise.errors import PeerAuthenticationError
 from rankwise.process_group.authentication import GroupKey, key_of
-from rankwise.process_group.collectives import (
-    broadcast_bytes,
-    gather_bytes,
-    is_distributed,
-    ranks_of,
-)
+from rankwise.process_group.collectives import broadcast_bytes, gather_bytes, is_distributed, ranks_of
 from rankwise.stores.sealed import CODE_BYTES
 
 T = TypeVar("T")

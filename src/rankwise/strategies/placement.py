@@ -35,11 +35,7 @@ from rankwise.environments.network import (
     rendezvous_address,
 )
 from rankwise.environments.slurm import warn_of_unused_tasks
-from rankwise.errors import (
-    ConfigurationError,
-    EnvironmentVariableError,
-    WorldSizeMismatchError,
-)
+from rankwise.errors import ConfigurationError, EnvironmentVariableError, WorldSizeMismatchError
 from rankwise.launchers import Launcher
 from rankwise.launchers.inline import InlineLauncher
 from rankwise.launchers.script_place import script_place
