@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rankwise.errors import ConfigurationError, InvalidTypeError, UnknownNameError
-from rankwise.nested import once_each, walked
+from rankwise.nested import is_numpy_scalar, once_each, walked
 
 __all__ = [
     "DATA_MODULE_KEYS",
@@ -231,10 +231,9 @@ def _is_storable(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    is_numpy_scalar = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
     return (
         type(value) in (*_SCALARS, Tensor, torch.nn.Parameter)
-        or is_numpy_scalar
+        or is_numpy_scalar(value)
         or isinstance(value, os.PathLike)
         or type(value) in torch.serialization.get_safe_globals()
     )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["contained", "map_nested", "map_tensors", "once_each", "to_device", "walked"]
+__all__ = ["contained", "is_numpy_scalar", "map_nested", "map_tensors", "once_each", "to_device", "walked"]
 
 T = TypeVar("T")
 _NOT_CONTAINERS = (str, bytes, bytearray, memoryview, range, array.array, UserString, torch.Size)
@@ -92,6 +92,11 @@ def contained(value: Any) -> Iterable[Any] | None:
     if isinstance(value, Mapping):
         return value.values()
     return value if isinstance(value, (list, tuple)) else None
+
+
+def is_numpy_scalar(value: Any) -> bool:
+    """Return whether a value is a number of NumPy's, which need not be loaded."""
+    return type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
 
 
 def walked(value: Any, parts_of: Callable[[Any], Iterable[Any] | None] = contained) -> Iterator[Any]:

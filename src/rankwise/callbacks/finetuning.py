@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from rankwise.trainer import Trainer, TrainingModule
 
+_log = logging.getLogger(__name__)
+_DENOMINATOR = 10.0  # the default of `unfreeze_and_add_param_group`
 Modules = nn.Module | Iterable[nn.Module]
 
 
@@ -155,10 +157,6 @@ def _statistics_of(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
     for name, layer in module.named_modules():
         if isinstance(layer, _BatchNorm) and layer.running_mean is not None:
             yield name, layer
-
-
-_log = logging.getLogger(__name__)
-_DENOMINATOR = 10.0  # the default of `unfreeze_and_add_param_group`
 
 
 def multiplicative(epoch: int) -> float:

@@ -58,13 +58,12 @@ class _Adapted(ClusterEnvironment):
         super().__init__({})
         self._given = given
 
-    @property
-    def local_rank(self) -> int:
-        return int(_ask(self._given, "local_rank"))
+    def _fact(self, fact: str) -> int:
+        return int(_ask(self._given, fact)) if fact in _RANKS else super()._fact(fact)
 
     @property
     def node_rank(self) -> int:
-        return int(_ask(self._given, "node_rank"))
+        return self._fact("node_rank")
 
     @property
     def main_address(self) -> str:
@@ -115,14 +114,6 @@ class _AdaptedRanks(_Adapted):
                 remedy="Trainer(devices=...), with the number of processes on each node.",
             )
         return max(1, world_size // (num_nodes or 1))
-
-    @property
-    def global_rank(self) -> int:
-        return int(_ask(self._given, "global_rank"))
-
-    @property
-    def world_size(self) -> int:
-        return int(_ask(self._given, "world_size"))
 
     @property
     def local_world_size(self) -> int:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
     from rankwise.monitoring.rank_monitor import RankMonitor
 
+_requires_grad, _params = attrgetter("requires_grad"), itemgetter("params")
+_APART = ", in no optimizer"
+_END = object()  # the last one of two sequences that are compared, so that they are equally long
 _TIMEOUT = timedelta(minutes=10)
 _REBUILT_WITH = {  # what torch 2.6 to 2.13 have, and their parameters
     "_build_params_for_reducer": ["self"],
@@ -224,11 +227,6 @@ def _cannot_rebuild(wrapped: DistributedDataParallel) -> str | None:
     if found != _REBUILT_WITH:
         return f"the DistributedDataParallel of torch {torch.__version__} is not known to rankwise"
     return None
-
-
-_requires_grad, _params = attrgetter("requires_grad"), itemgetter("params")
-_APART = ", in no optimizer"
-_END = object()  # the last one of two sequences that are compared, so that they are equally long
 
 
 @final

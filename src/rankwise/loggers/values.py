@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from rankwise.nested import once_each
+from rankwise.nested import is_numpy_scalar, once_each
 
 HyperParameters: TypeAlias = Mapping[str, Any] | Namespace
 
@@ -58,8 +58,7 @@ def _items(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _plain(value: Any) -> Any:
-    is_number = getattr(value, "shape", None) == () and type(value).__module__ == "numpy"
-    if is_number or (isinstance(value, Tensor) and value.numel() == 1):
+    if is_numpy_scalar(value) or (isinstance(value, Tensor) and value.numel() == 1):
         return value.item()
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 

@@ -30,7 +30,7 @@ from rankwise.hyperparameters import (
     left_out_of_checkpoints,
 )
 from rankwise.monitoring.heartbeat import saving_in_hook_reported
-from rankwise.nested import once_each
+from rankwise.nested import is_numpy_scalar, once_each
 from rankwise.paths import absolute_path, is_last_checkpoint, unused_checkpoint
 from rankwise.process_group.after_failure import is_after_failure
 from rankwise.processes.signals import reraise_from_handler
@@ -525,8 +525,7 @@ def _converted(value: Any, plain: Callable[[Any], Any]) -> Any:
         return {_plain_key(item, plain) for item in value}
     if type(value) in (list, tuple):
         return type(value)(map(plain, value))
-    is_numpy_scalar = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
-    return value.item() if is_numpy_scalar else value
+    return value.item() if is_numpy_scalar(value) else value
 
 
 def _plain_key(value: Any, plain: Callable[[Any], Any]) -> Any:
