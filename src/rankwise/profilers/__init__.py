@@ -10,15 +10,13 @@ from rankwise.start import lazy_names
 
 if TYPE_CHECKING:
     from rankwise.profilers.advanced import AdvancedProfiler
-    from rankwise.profilers.base import PassThroughProfiler, Profiler
+    from rankwise.profilers.base import PassThroughProfiler, Profiler, SimpleProfiler
     from rankwise.profilers.pytorch import PyTorchProfiler
-    from rankwise.profilers.simple import SimpleProfiler
 
 _HOMES = {
     "rankwise.profilers.advanced": "AdvancedProfiler",
-    "rankwise.profilers.base": "PassThroughProfiler Profiler",
+    "rankwise.profilers.base": "PassThroughProfiler Profiler SimpleProfiler",
     "rankwise.profilers.pytorch": "PyTorchProfiler",
-    "rankwise.profilers.simple": "SimpleProfiler",
 }
 _CLASSES = {"simple": "SimpleProfiler", "advanced": "AdvancedProfiler", "pytorch": "PyTorchProfiler"}
 
