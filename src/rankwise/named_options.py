@@ -6,10 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
-from rankwise.checks import check_is_a, lightning_base
+from rankwise.checks import check_is_a
 from rankwise.errors import DuplicateNameError, InvalidTypeError
 
-__all__ = ["NameTable", "check_is_a", "lightning_base", "split_options"]
+__all__ = ["NameTable", "split_options"]
 
 Entry = TypeVar("Entry", bound=Any)
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.utils.data import DataLoader
 
+from rankwise.checks import check_is_a, lightning_base
 from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.loggers.base import finalize_all
 from rankwise.monitoring.heartbeat import TEARDOWN, report_phase
-from rankwise.named_options import check_is_a, lightning_base
 from rankwise.processes.fork_safety import import_dynamo
 from rankwise.processes.signals import StoppedBySignal, as_raised
 from rankwise.seed import (
