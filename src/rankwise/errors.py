@@ -612,7 +612,7 @@ class ProcessGroupError(RankwiseError, RuntimeError):
 class PeerAuthenticationError(ProcessGroupError):
     """A process that is not a rank of the job has taken a rank's place; `problem` says which.
 
-    Raised before the first collective of the group, and before what came is unpickled.
+    Raised before the first collective of the group, and before the received object is unpickled.
     """
 
     ADVICE = (

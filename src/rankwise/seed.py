@@ -257,7 +257,7 @@ def set_numpy_state(generator: Any, state: Any) -> None:
 
 @final
 class _Stream:
-    """The state of all generators, to go on with later.
+    """The state of all generators, to continue with later.
 
     NumPy's bit generator is exchanged: to read and write its state takes 0.2 ms.
     """

@@ -230,7 +230,7 @@ class ModelCheckpoint(MonitoringCallback):
         self._is_training = False
 
     def on_exception(self, trainer: Trainer, module: TrainingModule, exception: BaseException) -> None:
-        """Save if that was asked for; what the metric has chosen stays as it is."""
+        """Save if it was requested; the files that the metric has chosen do not change."""
         is_stop = isinstance(exception.__cause__, StoppedBySignal)  # which has saved
         is_due, self._is_training = self.save_on_exception and self._is_training and not is_stop, False
         if not is_due:

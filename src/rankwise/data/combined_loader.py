@@ -25,7 +25,7 @@ _LENGTHS: Mapping[str, Callable[[Iterable[float]], float]] = {
 
 
 def _absent(name: str, remedy: str) -> property:
-    """Return a property for an attribute of Lightning's class: to read and to assign it raise an error."""
+    """Return a property for an attribute of Lightning's class: reading or assigning it raises an error."""
 
     def refuse(*_: object) -> NoReturn:
         raise MissingAttributeError(owner="CombinedLoader", attribute=name, remedy=remedy)

@@ -123,7 +123,7 @@ def chain_of(error: BaseException) -> list[BaseException]:
 def start_exception_chain() -> Iterator[None]:
     """Leave out of `chain_of`, in the block, the exception that the caller is handling.
 
-    Python makes it the context of whatever is raised in the block, in a forked process, too.
+    Python makes it the context of every exception that is raised in the block, also in a forked process.
     """
     token = _handled_before.set(sys.exc_info()[1])
     try:

@@ -318,7 +318,7 @@ def _as_local(cause: bytes, ranks: RankInfo, *others: FailureRecord) -> tuple[Ba
 class CrossNodeFailures:
     """Publish the failures of this node's ranks that the ranks could not publish themselves.
 
-    The ranks were killed, called `os._exit`, or failed in whatever way before they had met the other nodes.
+    The ranks were killed, called `os._exit`, or failed in any way before they had met the other nodes.
     `endpoint` is None for a job on one node, which publishes nothing; `ranks` are those of this node's first
     process; `job` is the number of the job, as in the worker contexts.
     """

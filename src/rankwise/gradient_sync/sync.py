@@ -436,7 +436,7 @@ class GradientSync:
 
     @contextmanager
     def counting(self, weights: WeightAccumulator, carrier: WeightCarrier | None = None) -> Iterator[None]:
-        """Count the weights of the losses in the block in a module's window, too."""
+        """Also count the weights of the losses in the block in a module's window."""
         weights.is_weighted = False
         entry = weights, carrier
         self._counting.append(entry)

@@ -261,7 +261,7 @@ class TrainedSet:
         self.read(module)
 
     def is_current(self, optimizers: Iterable[Optimizer] = ()) -> bool:
-        """Return whether module and optimizers still have the parameters that were read, as trained."""
+        """Return whether the trained parameters of module and optimizers are those of the last `read`."""
         _, parameters, flags = self._read
         return list(map(_requires_grad, parameters)) == flags and self._has_same(optimizers)
 
@@ -275,7 +275,7 @@ class TrainedSet:
         return not any(map(_requires_grad, self._frozen)) and self._is_updated_alike(optimizers)
 
     def _has_same(self, optimizers: Iterable[Optimizer]) -> bool:
-        """Return whether module and optimizers still have the parameters that were read, trained or not."""
+        """Return whether all parameters of module and optimizers are unchanged since the last `read`."""
         return (
             not any(self._empty)
             and all(map(is_, chain.from_iterable(self._views), self._held))

@@ -436,7 +436,7 @@ class Supervisor:
     def _run(self) -> None:
         try:
             self._loop.run()
-        except BaseException as error:  # noqa: BLE001  a job without a supervisor must not go on, nor wait
+        except BaseException as error:  # noqa: BLE001  a job without a supervisor must not continue or wait
             self._crash = error
             self._shutdown.has_begun = True
             for worker in self._workers:

@@ -35,7 +35,7 @@ class WandbLogger(Logger):
     """Log to a run of Weights & Biases, which begins when something is first logged.
 
     A run that is in progress in this program (`wandb.run`) is used, unless `version` names another one.
-    After a failure the run is finished with exit code 1. After a success it goes on until the program ends,
+    After a failure the run is finished with exit code 1. After a success it continues until the program ends,
     or until `wandb.finish()`; in a worker process it is finished there, and a later stage resumes it.
 
     Args:

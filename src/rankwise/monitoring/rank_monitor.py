@@ -70,7 +70,7 @@ class RankMonitor(ABC):
     def subscribe(self, kind: str, on_message: Callable[[str], None]) -> None:
         """Call `on_message` in the monitor's thread with the text of each message of a kind.
 
-        The last one that came before is delivered at once, in the calling thread.
+        If a message has arrived already, the last one is delivered at once, in the calling thread.
         """
         with self._lock:
             self._subscribers[kind] = on_message
@@ -205,7 +205,7 @@ class ChannelMonitor(RankMonitor):
 
     def _start(self) -> None:
         self._request(self._on_message, "get", self._next_key)
-        if self._is_closed:  # since the last message came: `close` has ended the request before this one
+        if self._is_closed:  # since the last message arrived: `close` has ended the previous request
             self.set_once(self._next_key, "closed")
 
     def _on_message(self, message: bytes | None) -> None:

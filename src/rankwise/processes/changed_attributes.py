@@ -160,7 +160,7 @@ def _state_of(owner: Any) -> dict[str, Any]:
         return vars(owner)
     try:
         state = getattr(type(owner), "__getstate__", vars)(owner)  # Python 3.10's object has none
-    except Exception:  # noqa: BLE001  pickling runs anybody's code
+    except Exception:  # noqa: BLE001  pickling runs the user's code
         return {}
     return state if isinstance(state, dict) else {}
 

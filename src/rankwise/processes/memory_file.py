@@ -220,7 +220,7 @@ class _Pickler(pickle.Pickler):
             _Pickler(stream, self).dump(value)
             for name, each in _shared_parts(value, self._modules):
                 self._names.setdefault(id(each), (number, name))
-        except Exception as error:  # noqa: BLE001  pickling runs anybody's code
+        except Exception as error:  # noqa: BLE001  pickling runs the user's code
             self.storages.keep(count)
             return number, pickle.dumps(Unreadable.because_of(error))
         return number, stream.getvalue()
@@ -298,7 +298,7 @@ class _Unpickler(pickle.Unpickler):
         try:
             value = _Unpickler(pickled, self._storages, self).load()
             self._parts[number] = dict(_shared_parts(value))
-        except Exception as error:  # noqa: BLE001  pickling runs anybody's code
+        except Exception as error:  # noqa: BLE001  pickling runs the user's code
             value = self._parts[number] = Unreadable.because_of(error)
         return value
 
@@ -323,7 +323,7 @@ def pickling_error(value: object) -> Exception | None:
     """Return the exception that pickling a value raises, if it does; the data of tensors is not copied."""
     try:
         _Pickler(io.BytesIO()).dump(value)
-    except Exception as error:  # noqa: BLE001  pickling runs anybody's code
+    except Exception as error:  # noqa: BLE001  pickling runs the user's code
         return error
     return None
 
@@ -337,7 +337,7 @@ def fingerprint(value: object) -> bytes | None:
         for _, storage in pickler.storages:
             on_cpu = storage.cpu()
             digest.write((ctypes.c_char * on_cpu.nbytes()).from_address(on_cpu.data_ptr()))
-    except Exception:  # noqa: BLE001  pickling runs anybody's code
+    except Exception:  # noqa: BLE001  pickling runs the user's code
         return None
     return digest.value.digest()
 

@@ -14,7 +14,7 @@ def pack_or_explain(value: object, descriptor: int, start_method: str, roots: Ma
     """Pack a value; `NotPicklableError` names the attribute of one of the `roots` that cannot be pickled."""
     try:
         pack(value, descriptor)
-    except Exception as error:  # noqa: BLE001  pickling runs anybody's code
+    except Exception as error:  # noqa: BLE001  pickling runs the user's code
         path, culprit = _find(roots)
         reason = text_of(culprit or error).partition("\n")[0]
         raise NotPicklableError(path=path, reason=reason, start_method=start_method) from None
@@ -56,7 +56,7 @@ def _parts(value: object, path: str) -> Iterator[tuple[str, object]]:
 def _state(value: object) -> Mapping[str, object]:
     try:
         reduced = value.__reduce_ex__(2)
-    except Exception:  # noqa: BLE001  pickling runs anybody's code
+    except Exception:  # noqa: BLE001  pickling runs the user's code
         return getattr(value, "__dict__", {})
     state = reduced[2] if isinstance(reduced, tuple) and len(reduced) > 2 else None
     return state if isinstance(state, Mapping) else {}

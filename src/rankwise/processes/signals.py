@@ -116,7 +116,7 @@ class SignalRequest(NamedTuple):
     """One signal that this process has caught."""
 
     number: int
-    is_repeat: bool = False  # it came within `DEBOUNCE_S` of a request, and so is the same request
+    is_repeat: bool = False  # it arrived within `DEBOUNCE_S` of a request, so it is the same request
 
 
 @final
@@ -327,7 +327,7 @@ class SignalRouter:
     def _block_until_rank_exits(self, numbers: set[int]) -> None:
         """Ignore signals to the process group in a DataLoader worker, but obey SIGTERM from its rank.
 
-        The rank needs its data until it comes to a boundary: torch raises in it when a worker has gone.
+        The rank needs its data until it reaches a boundary: torch raises in it when a worker has gone.
         """
         if not _CAN_TELL_SENDER:
             numbers = numbers - {signal.SIGTERM}

@@ -159,7 +159,7 @@ def _wait_for_the_last(store: dist.Store, own: RankIdentity, timeout: timedelta)
     if arrived > own.world_size:
         raise duplicate_rank_error(own)
     if arrived == own.world_size and _is_set_soon(store, "met"):
-        return  # the last rank came just in time
+        return  # the last rank arrived just in time
     raise missing_ranks_error(read_identities(store, range(1, arrived + 1)), own.world_size, timeout)
 
 

@@ -1,6 +1,6 @@
 """Stores whose values only processes with a key can write: each value has a code, checked when it is read.
 
-Torch's `TCPStore` asks nobody for a password: whoever can connect to it reads and sets all its keys.
+Torch's `TCPStore` has no password: any process that can connect to it can read and set all its keys.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def _ranks_of(group: ProcessGroup | None) -> list[int]:
 
 
 def check_collectives_of(wrapped: DistributedDataParallel, check: CollectiveCheck) -> None:
-    """Compare the collectives that a wrapper runs in C++, too.
+    """Also compare the collectives that a wrapper runs in C++.
 
     Buckets are averaged in a hook instead of C++. The forward pass after the first step, in which C++
     rebuilds the buckets, is compared as a whole.

@@ -470,7 +470,7 @@ class Stage:
 
 
 def _prepare_data(strategy: Strategy, owner: DataHooks) -> None:
-    """Call `prepare_data` where it is due; all ranks go on with the random state that rank 0 has after it."""
+    """Call `prepare_data` where it is due; all ranks continue with the random state of rank 0 after it."""
     if prepares_data(owner, strategy.local_rank, strategy.node_rank):
         owner.prepare_data()
     strategy.barrier("prepare_data")

@@ -186,7 +186,7 @@ def seed_rank(strategy: Strategy, seed: int, global_step: int) -> None:
 def part_streams(context: LoopContext, seed: int) -> None:
     """Begin a random stream of this rank for forward, backward and data, unless it is alone.
 
-    In hooks and optimizers all ranks go on to draw the same.
+    In hooks and optimizers all ranks continue to draw the same numbers.
     """
     strategy, progress = context.strategy, context.state.progress
     if strategy.world_size == 1:

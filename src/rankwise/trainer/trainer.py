@@ -246,7 +246,7 @@ class Trainer(TrainerProperties):
         """Train a module; with the module of the last fit, continue where that ended.
 
         With another module a new run begins: progress, optimizers, `ModelCheckpoint` and `EarlyStopping`
-        start over; callbacks of your own keep their state, and a `Timer` goes on.
+        start over; callbacks of your own keep their state, and a `Timer` continues.
 
         Afterwards module, optimizers, metrics and callbacks of this process have the state of the training,
         also if it ran in other processes.

@@ -293,7 +293,7 @@ class _Skipping:
 
 
 def end_epoch(context: LoopContext) -> None:
-    """Step the schedulers that read a metric of the epoch, and go on to the next; a stopped one stays open.
+    """Step the schedulers that read a metric of the epoch, and begin the next; a stopped epoch stays open.
 
     As in Lightning, this follows the hooks of the epoch's end. A run that resumes from a checkpoint which was
     saved in them does it first.

@@ -76,7 +76,7 @@ class Stopping:
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         self._cleanup.close()
-        if kind is None and self._caught is not None:  # the signal came after the last step
+        if kind is None and self._caught is not None:  # the signal arrived after the last step
             raise ended_by(self._caught)
 
     def may_continue(self) -> bool:
@@ -109,7 +109,7 @@ class Stopping:
             raise EvaluationStopped
 
     def finish(self) -> None:
-        """End training that has reached its end; stop as `may_continue` for a signal that came before."""
+        """End training that has reached its end; stop as in `may_continue` if a signal arrived before."""
         if self._agreement.finish():
             self.stop()
 

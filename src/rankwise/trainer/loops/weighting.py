@@ -52,7 +52,7 @@ def _version_of(gradient: Tensor | None) -> int | None:
 
 @final
 class BatchWeighting:
-    """Scale each batch's loss, so that the gradients of a window are the average that was asked for."""
+    """Scale each batch's loss, so that the gradients of a window are the configured average."""
 
     def __init__(self, context: LoopContext, schedule: BatchSchedule) -> None:
         self._strategy = context.strategy
