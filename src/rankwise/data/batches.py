@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from multiprocessing import resource_tracker
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeVar, final
 
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
@@ -19,6 +19,8 @@ from rankwise.data.sharding import Loader, is_shardable, with_attributes, with_i
 from rankwise.nested import contained, walked
 from rankwise.processes.signals import interrupts_blocked
 from rankwise.seed import isolated_random_state, mixed_seed, seed_process
+
+T = TypeVar("T")
 
 
 @final
@@ -89,13 +91,32 @@ class BatchStream(Sampler[Any]):
             yield SeededBatch(batch, seed) if type(batch) is list else batch
 
 
-def with_batch_stream(loader: Loader, *, seed: int, rank: int, worker_seed: int) -> Loader:
-    """Return `loader` with its batches of indices as a `BatchStream`; unchanged if it has none."""
+def with_batch_stream(loader: Loader, *, seed: int, rank: int) -> tuple[Loader, int]:
+    """Return `loader` with its batches of indices, if it has any, as a `BatchStream`; and its seed.
+
+    That is `seed`, together with that of the loader's own generator; see `start_with_seed`.
+    """
+    generator = getattr(loader, "generator", None)
+    own = seed if generator is None else mixed_seed(seed, generator.initial_seed())
     if not is_shardable(loader) or loader.batch_sampler is None:
-        return loader
-    for_workers = worker_seed if loader.num_workers > 0 else None
+        return loader, own
+    for_workers = own if loader.num_workers > 0 else None
     stream = BatchStream(loader.batch_sampler, seed=seed, rank=rank, worker_seed=for_workers)
-    return with_indices_from(loader, stream)
+    return with_indices_from(loader, stream), own
+
+
+def start_with_seed(loader: Any, start: Callable[[], Iterator[T]], *seed: int) -> Iterator[T]:
+    """Return the batches of a loader that `start` returns; what its workers draw depends on `seed` alone."""
+    generator = getattr(loader, "generator", None)
+    with isolated_random_state(mixed_seed(*seed), *([] if generator is None else [generator])):
+        return start()
+
+
+def set_epoch_of_loader(epoch: int, loader: Any) -> None:
+    """Call `set_epoch` of samplers and iterable data sets, which then shuffle differently."""
+    dataset = getattr(loader, "dataset", None)
+    iterable = dataset if isinstance(dataset, IterableDataset) else None
+    set_epoch_of(epoch, getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None), iterable)
 
 
 def sharded_sampler_of(loader: Any) -> ShardedSampler | None:
@@ -104,6 +125,10 @@ def sharded_sampler_of(loader: Any) -> ShardedSampler | None:
     inner = outer.batches if isinstance(outer, BatchStream) else outer
     candidates = (inner, getattr(outer, "sampler", None), getattr(loader, "sampler", None))
     return next((found for found in candidates if isinstance(found, ShardedSampler)), None)
+
+
+DescribedBatch = tuple[Any, int | None, list[Any] | None]
+"""A batch, the number of samples in it, and their indices; None for unknown."""
 
 
 @final
@@ -140,14 +165,22 @@ class SizedBatches:
     def __iter__(self) -> Iterator[Any]:
         self.sizes.clear()
         self.indices.clear()
+        return map(self._noted, self.described())
+
+    def _noted(self, described: DescribedBatch) -> Any:
+        batch, size, indices = described
+        self.sizes.append(size)
+        self.indices.append(indices)
+        return batch
+
+    def described(self) -> Iterator[DescribedBatch]:
+        """Start the loader's workers; return its batches, each with the number of samples and indices."""
         return self._counted(_begun(self._loader))
 
-    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _counted(self, batches: Iterator[Any]) -> Iterator[DescribedBatch]:
         for loaded in batches:
             size, indices, batch = self._described(loaded)
-            self.sizes.append(size if size is None or _has_size(batch, size) else None)
-            self.indices.append(indices)
-            yield batch
+            yield batch, size if size is None or _has_size(batch, size) else None, indices
 
 
 def _has_size(batch: Any, size: int) -> bool:

@@ -11,19 +11,17 @@ import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
 from rankwise.data import shard_for_evaluation, shard_for_training
-from rankwise.data.batches import sharded_sampler_of, with_batch_stream
-from rankwise.data.sampler import length_of, set_epoch_of
-from rankwise.data.sharding import is_shardable, is_split_for_one_rank
-from rankwise.errors import ConfigurationError
-from rankwise.seed import isolated_random_state, mixed_seed
-from rankwise.strategies import Strategy
-from rankwise.strategies.agreement import check_ranks_agree
-from rankwise.strategies.data_split import (
-    agreed_order_seeds,
-    check_same_order,
-    fingerprint_of_loaders,
-    replica_of,
+from rankwise.data.batches import (
+    set_epoch_of_loader,
+    sharded_sampler_of,
+    start_with_seed,
+    with_batch_stream,
 )
+from rankwise.data.sampler import length_of
+from rankwise.data.sharding import is_split_for_one_rank
+from rankwise.errors import ConfigurationError
+from rankwise.strategies import Strategy
+from rankwise.strategies.data_split import agree_on_loaders, check_same_order, replica_of
 
 _SHARDERS = {False: shard_for_training, True: shard_for_evaluation}
 
@@ -48,24 +46,17 @@ class FabricDataLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        loader, epoch = self.loader, self.epoch
+        epoch = self.epoch
         self.epoch += 1
-        dataset = getattr(loader, "dataset", None)
-        samplers = (getattr(loader, name, None) for name in ("batch_sampler", "sampler"))
-        set_epoch_of(epoch, *samplers, None if is_shardable(loader) else dataset)
-        if self._seed is not None:
-            check_same_order(self._strategy, "data", [loader])
-        for batch in self._start(epoch):
-            yield self._strategy.batch_to_device(batch) if self._move_to_device else batch
-
-    def _start(self, epoch: int) -> Iterator[Any]:
-        """Start the loader's workers; what they draw depends on seed, epoch and rank, if there is a seed."""
+        set_epoch_of_loader(epoch, self.loader)
         if self._seed is None:
-            return iter(self.loader)
-        seed = mixed_seed(self._seed, epoch, self._strategy.global_rank)
-        generator = self.loader.generator
-        with isolated_random_state(seed, *([] if generator is None else [generator])):
-            return iter(self.loader)
+            batches = iter(self.loader)
+        else:
+            check_same_order(self._strategy, "data", [self.loader])
+            seed = (self._seed, epoch, self._strategy.global_rank)
+            batches = start_with_seed(self.loader, self.loader.__iter__, *seed)
+        for batch in batches:
+            yield self._strategy.batch_to_device(batch) if self._move_to_device else batch
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":
@@ -86,29 +77,20 @@ def fabric_data_loaders(
         return [
             FabricDataLoader(loader, strategy, seed=None, move_to_device=move_to_device) for loader in loaders
         ]
-    check_ranks_agree(strategy, fingerprint_of_loaders("data", list(loaders), is_split_here=True))
     default = strategy.broadcast(torch.initial_seed())
-    seeds = agreed_order_seeds(strategy, list(loaders), default=default, is_split_here=True)
-    return [
-        _split(loader, strategy, seed, move_to_device=move_to_device, each_sample_once=each_sample_once)
-        for loader, seed in zip(loaders, seeds, strict=True)
-    ]
-
-
-def _split(
-    loader: DataLoader[Any], strategy: Strategy, seed: int, *, move_to_device: bool, each_sample_once: bool
-) -> FabricDataLoader:
-    shard = loader
-    if strategy.world_size > 1 or is_split_for_one_rank(loader, keeps_order=True):
-        shard = _SHARDERS[each_sample_once](loader, **replica_of(strategy), seed=seed)
-    if each_sample_once:
-        _check_no_rank_is_empty(shard)
-    elif strategy.is_global_zero:
-        _warn_of_repeated_samples(shard)
-    generator = getattr(loader, "generator", None)
-    worker_seed = seed if generator is None else mixed_seed(seed, generator.initial_seed())
-    stream = with_batch_stream(shard, seed=seed, rank=strategy.global_rank, worker_seed=worker_seed)
-    return FabricDataLoader(stream, strategy, seed=worker_seed, move_to_device=move_to_device)
+    seeds = agree_on_loaders(strategy, "data", list(loaders), default=default, is_split_here=True)
+    prepared = []
+    for loader, seed in zip(loaders, seeds, strict=True):
+        shard = loader
+        if strategy.world_size > 1 or is_split_for_one_rank(loader, keeps_order=True):
+            shard = _SHARDERS[each_sample_once](loader, **replica_of(strategy), seed=seed)
+        if each_sample_once:
+            _check_no_rank_is_empty(shard)
+        elif strategy.is_global_zero:
+            _warn_of_repeated_samples(shard)
+        stream, own_seed = with_batch_stream(shard, seed=seed, rank=strategy.global_rank)
+        prepared.append(FabricDataLoader(stream, strategy, seed=own_seed, move_to_device=move_to_device))
+    return prepared
 
 
 def _check_no_rank_is_empty(loader: DataLoader[Any]) -> None:

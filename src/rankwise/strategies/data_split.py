@@ -66,10 +66,14 @@ def _parts_of(dataset: Any) -> list[Any] | None:
     return list(dataset.datasets) if isinstance(dataset, ConcatDataset) else None
 
 
-def agreed_order_seeds(
-    strategy: Strategy, loaders: list[Any], *, default: int, is_split_here: bool
+def agree_on_loaders(
+    strategy: Strategy, words: str, loaders: list[Any], *, default: int, is_split_here: bool
 ) -> list[int]:
-    """Return each loader's order seed: the first rank's of its generator, or `default`. Collective."""
+    """Compare the ranks' loaders; return each one's order seed. Collective.
+
+    That is the first rank's of its generator, or `default`. For `words` see `fingerprint_of_loaders`.
+    """
+    check_ranks_agree(strategy, fingerprint_of_loaders(words, loaders, is_split_here))
     own = [order_seed(loader) if is_split_here else None for loader in loaders]
     if any(seed is not None for seed in own):
         own = strategy.all_gather_object(own)[0]  # the first rank of the data-parallel group

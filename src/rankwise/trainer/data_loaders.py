@@ -5,15 +5,22 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, final
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from rankwise.data.batches import SizedBatches
+from rankwise.data.batches import (
+    BatchStream,
+    DescribedBatch,
+    SizedBatches,
+    set_epoch_of_loader,
+    sharded_sampler_of,
+    start_with_seed,
+    with_batch_stream,
+)
 from rankwise.data.combined_loader import CombinedLoader, check_iterable, is_collection
-from rankwise.data.sampler import length_of, set_epoch_of
+from rankwise.data.sampler import ShardedSampler, length_of
 from rankwise.data.sharding import (
     batches_before_split,
     check_interleaved_by_batches,
@@ -46,31 +53,94 @@ _SHARDERS: dict[str, Callable[..., Any]] = {
 
 
 @final
-@dataclass
 class LoaderShard:
-    """One rank's part of a loader, and how many of its batches run; `inf` if unknown."""
+    """One rank's part of a loader, and how many of its batches run; `inf` if unknown.
 
-    loader: Iterable[Any]
-    num_batches: float
+    In training, the order of the batches and what the loader's workers draw depend only on the seed (of the
+    loader's own generator, if it has one), the epoch and the number of the pass.
 
-    def __post_init__(self) -> None:
-        self.sized = SizedBatches(self.loader)
-        self.batch_indices: list[Any] | None = None  # of the batch whose size was taken last
+    Attributes:
+        loader: the part; in training its batches of indices, if it has any, come from a `BatchStream`.
+        batch_indices: the indices of the batch whose size was taken last; None for unknown.
+    """
+
+    def __init__(self, loader: Any, num_batches: float) -> None:
+        self.loader = loader
+        self.num_batches = num_batches
+        self.batch_indices: list[Any] | None = None
+        self._sized = SizedBatches(loader)
+        self._seed = self._epoch = 0
+        self._variant: tuple[int, ...] = ()
+        self._number = self._rank = 0
+        self._length = math.inf
 
     def __iter__(self) -> Iterator[Any]:
-        return first_of(self.num_batches, self.sized) if self.num_batches else iter(())
+        return first_of(self.num_batches, self._sized) if self.num_batches else iter(())
 
     def take_size(self) -> int | None:
         """Return the number of samples in the batch that follows the last one asked for; None if unknown."""
-        self.batch_indices = self.sized.indices.popleft()
-        return self.sized.sizes.popleft()
+        self.batch_indices = self._sized.indices.popleft()
+        return self._sized.sizes.popleft()
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch` of samplers and iterable data sets, which then shuffle differently."""
-        batch_sampler = getattr(self.loader, "batch_sampler", None)
-        dataset = getattr(self.loader, "dataset", None)
-        iterable = dataset if isinstance(dataset, IterableDataset) else None
-        set_epoch_of(epoch, batch_sampler, getattr(self.loader, "sampler", None), iterable)
+        self._epoch = epoch
+        set_epoch_of_loader(epoch, self.loader)
+
+    def use_for_training(self, seed: int, rank: int, number: int) -> None:
+        """Use a seed from now on, for loader `number` of those that are combined."""
+        self.loader, self._seed = with_batch_stream(self.loader, seed=seed, rank=rank)
+        self._rank, self._number = rank, number
+        self._sized = SizedBatches(self.loader)
+
+    @property
+    def stream(self) -> BatchStream | None:
+        """The batches of indices of training, if there are any."""
+        stream = getattr(self.loader, "batch_sampler", None)
+        return stream if isinstance(stream, BatchStream) else None
+
+    @property
+    def sampler(self) -> ShardedSampler | None:
+        """The sampler that splits the loader over the ranks, if rankwise's does."""
+        return sharded_sampler_of(self.loader)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether batches are loaded in this process, by indices."""
+        return is_shardable(self.loader) and self.loader.num_workers == 0
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the loader's length is exact."""
+        is_iterable = isinstance(self.loader, DataLoader) and isinstance(self.loader.dataset, IterableDataset)
+        return not is_iterable and not math.isinf(length_of(self.loader))
+
+    def begin_epoch(self, epoch: int) -> float:
+        """Go to the first batch of an epoch of training; return how many it has."""
+        self.set_epoch(epoch)
+        self.place()
+        self._length = length_of(self.loader)
+        return self._length
+
+    def place(self, batches: int = 0, *, samples: int = 0, pass_number: int = 0) -> None:
+        """Begin the next pass over the data of an epoch after its first batches.
+
+        These are counted as `samples` of all ranks where rankwise splits the data and there are any. A later
+        pass has another order.
+        """
+        numbers = (self._number, pass_number)
+        self._variant = numbers if any(numbers) else ()
+        if (sampler := self.sampler) is not None:
+            sampler.skip = samples
+            sampler.set_variant(self._variant)
+        if (stream := self.stream) is not None:
+            stream.first = pass_number * (2**32 if math.isinf(self._length) else int(self._length)) + batches
+            stream.skipped, stream.variant = 0 if samples else batches, self._variant
+
+    def start(self) -> Iterator[DescribedBatch]:
+        """Start the loader's workers, if it has any, in a random state of their own; return its batches."""
+        seed = (self._seed, self._epoch, self._rank, *self._variant)
+        return start_with_seed(self.loader, self._sized.described, *seed)
 
 
 def first_of(count: float, batches: Iterable[Any]) -> Iterator[Any]:

@@ -30,7 +30,7 @@ from rankwise.seed import (
     set_random_state,
 )
 from rankwise.strategies.agreement import check_ranks_agree, fingerprint_of, share_model
-from rankwise.strategies.data_split import agreed_order_seeds, fingerprint_of_loaders
+from rankwise.strategies.data_split import agree_on_loaders
 from rankwise.strategies.shared_errors import errors_shared
 from rankwise.trainer.checkpointing import (
     CheckpointFiles,
@@ -42,7 +42,7 @@ from rankwise.trainer.checkpointing import (
 from rankwise.trainer.consistency import fingerprint_of_checkpoint
 from rankwise.trainer.data import DataModule
 from rankwise.trainer.data.data_hooks import TRANSFER_HOOKS, DataHooks, is_own, prepares_data, undefined
-from rankwise.trainer.data.train_data import CombinedTrainData, TrainData, TrainDataShard
+from rankwise.trainer.data.train_data import TrainData
 from rankwise.trainer.data_loaders import (
     PHASE_NAMES,
     LoaderShard,
@@ -405,10 +405,8 @@ class Stage:
         if context.options.reload_dataloaders_every_n_epochs and self.loaders["train"] is None:
             order_seed = None  # loaders that are made again have their own
         shards = self._shards(context, "train", given, order_seed)
-        combination, limit = combination_of(given), context.options.limit("train")
-        if combination is None:
-            return TrainDataShard(shards[0], state.seed, limit, strategy)
-        data = CombinedTrainData(combination, shards, state.seed, limit, strategy)
+        limit, combination = context.options.limit("train"), combination_of(given)
+        data = TrainData(shards, state.seed, limit, strategy, combination)
         state.num_batches["train"] = [data.num_batches]
         return data
 
@@ -449,9 +447,13 @@ class Stage:
         state, strategy = context.state, context.strategy
         check_combination(phase, given, context.options)
         loaders = as_list(given)
-        is_split_here = context.options.use_distributed_sampler
-        check_ranks_agree(strategy, fingerprint_of_loaders(PHASE_NAMES[phase], loaders, is_split_here))
-        seeds = agreed_order_seeds(strategy, loaders, default=state.seed, is_split_here=is_split_here)
+        seeds = agree_on_loaders(
+            strategy,
+            PHASE_NAMES[phase],
+            loaders,
+            default=state.seed,
+            is_split_here=context.options.use_distributed_sampler,
+        )
         check_number(self.name, phase, loaders)
         if phase == "train":
             agreed = seeds[0] if len(set(seeds)) == 1 else mixed_seed(*seeds)

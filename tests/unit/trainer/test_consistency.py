@@ -20,7 +20,7 @@ from rankwise.data.sharding import order_seed
 from rankwise.errors import RankMismatchError
 from rankwise.process_group.rank_comparison import differences
 from rankwise.strategies.agreement import check_ranks_agree, fingerprint_of
-from rankwise.strategies.data_split import agreed_order_seeds, fingerprint_of_loaders
+from rankwise.strategies.data_split import agree_on_loaders, fingerprint_of_loaders
 from rankwise.trainer.consistency import fingerprint_of_checkpoint
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
 from tests.process.training_tasks import quiet_trainer
@@ -108,8 +108,11 @@ def test_rank_zeros_generator_decides_the_order(tmp_path: Path) -> None:
     assert fact == "8 samples, 8 batches, in the order of its own generator"
     strategy = trainer(tmp_path).strategy
     loaders = [own, loader()]
-    assert agreed_order_seeds(strategy, loaders, default=7, is_split_here=True) == [order_seed(own), 7]
-    assert agreed_order_seeds(strategy, loaders, default=7, is_split_here=False) == [7, 7]
+    assert agree_on_loaders(strategy, "training", loaders, default=7, is_split_here=True) == [
+        order_seed(own),
+        7,
+    ]
+    assert agree_on_loaders(strategy, "training", loaders, default=7, is_split_here=False) == [7, 7]
 
 
 def test_what_is_compared_of_a_checkpoint() -> None:

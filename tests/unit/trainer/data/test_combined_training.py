@@ -197,7 +197,7 @@ def test_weights_by_samples(tmp_path: Path) -> None:
 
 
 def test_batch_indices(tmp_path: Path) -> None:
-    """`trainer.batch_indices` has those of each loader."""
+    """`trainer.batch_indices` has those of each loader, also of one alone."""
     found: list[Any] = []
 
     class Noting(Callback):
@@ -208,6 +208,9 @@ def test_batch_indices(tmp_path: Path) -> None:
         Sum(), CombinedLoader([numbers(0, 4), numbers(20, 2)], "max_size")
     )
     assert found == [([0, 1], [0, 1]), ([2, 3], None)]
+    found.clear()
+    trainer(tmp_path, callbacks=Noting()).fit(Sum(), numbers(0, 4))
+    assert found == [([0, 1], None), ([2, 3], None)]
 
 
 def test_in_evaluation(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from rankwise.callbacks import Callback
 from rankwise.errors import ConfigurationError, InvalidTypeError, LifecycleError
 from rankwise.monitoring.heartbeat import NO_FILE, own_heartbeat, write_heartbeat_to
 from rankwise.trainer import Trainer, TrainingModule
-from rankwise.trainer.data.train_data import TrainDataShard
+from rankwise.trainer.data.train_data import TrainData
 from rankwise.trainer.data_loaders import LoaderShard
 from rankwise.trainer.loops.automatic import AutomaticOptimization
 from rankwise.trainer.loops.uneven_inputs import BatchSchedule
@@ -387,7 +387,7 @@ def test_none_with_other_ranks(tmp_path: Path) -> None:
     """With several ranks a skipped batch would make the others wait, so it is an error."""
     train = trainer(tmp_path)
     train.strategy = with_second_rank(lambda mine: mine)
-    model, share = Line(), TrainDataShard(LoaderShard([], 0), 0, 1.0, train.strategy)
+    model, share = Line(), TrainData([LoaderShard([], 0)], 0, 1.0, train.strategy)
     schedule = BatchSchedule(train.strategy, model, share, "error")
     optimization = AutomaticOptimization(train.enter_stage(train.strategy, model, "fit"), schedule)
     with pytest.raises(ConfigurationError, match="returned None"):

@@ -16,7 +16,7 @@ from rankwise.data.batches import sharded_sampler_of
 from rankwise.errors import ConfigurationError, UnevenInputsError
 from rankwise.launchers.context import WorkerContext
 from rankwise.ranks import RankInfo
-from rankwise.trainer.data.train_data import TrainDataShard
+from rankwise.trainer.data.train_data import TrainData
 from rankwise.trainer.data_loaders import LoaderShard, shard_for_phase
 from rankwise.trainer.loops.uneven_inputs import BatchSchedule, preserve_state
 from rankwise.trainer.state import Progress
@@ -30,7 +30,7 @@ def schedule(
     train = trainer(folder, uneven_inputs=policy)
     train.strategy = with_second_rank(lambda fact: (other, other_is_certain))
     batches = list(range(int(mine)))
-    share = TrainDataShard(LoaderShard(batches, mine), 0, 1.0, train.strategy)
+    share = TrainData([LoaderShard(batches, mine)], 0, 1.0, train.strategy)
     return BatchSchedule(train.strategy, nn.BatchNorm1d(1), share, policy)
 
 
@@ -88,7 +88,7 @@ def test_join_goes_on_behind_the_end(tmp_path: Path) -> None:
     train = trainer(tmp_path, uneven_inputs="join")
     train.strategy = with_second_rank(lambda fact: (3, True))
     shard = shard_for_phase("train", loader(3, batch_size=1), 0, train.options, train.strategy)
-    share = TrainDataShard(shard, 0, 1.0, train.strategy)
+    share = TrainData([shard], 0, 1.0, train.strategy)
     progress = Progress(batches_done=2, samples_done=4)
     share.place(progress)
     found = BatchSchedule(train.strategy, nn.Identity(), share, "join")
@@ -127,7 +127,7 @@ def test_weights(tmp_path: Path) -> None:
 def test_weights_alone(tmp_path: Path) -> None:
     """One process alone averages over its window, endless data included."""
     train = trainer(tmp_path)
-    share = TrainDataShard(LoaderShard([], float("inf")), 0, 1.0, train.strategy)
+    share = TrainData([LoaderShard([], float("inf"))], 0, 1.0, train.strategy)
     assert BatchSchedule(train.strategy, nn.Identity(), share, "error").weight(4, 8) == 1 / 4
 
 
