@@ -233,11 +233,11 @@ SUBMODULES: Mapping[str, str] = {
 
 def missing_attributes(owner: str, instead: Mapping[str, str]) -> dict[str, property]:
     """Return the properties of a class that say for the names in `instead` what to write."""
-    return {name: _MissingAttribute(owner, name, remedy) for name, remedy in instead.items()}
+    return {name: MissingAttribute(owner, name, remedy) for name, remedy in instead.items()}
 
 
 @final
-class _MissingAttribute(property):
+class MissingAttribute(property):
     """An attribute that does not exist: to read and to assign it raise MissingAttributeError."""
 
     def __init__(self, owner: str, name: str, remedy: str) -> None:

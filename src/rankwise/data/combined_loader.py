@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, Literal, NoReturn, final
+from typing import Any, Literal, final
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from rankwise.compatibility.names import MissingAttribute
 from rankwise.data.sampler import length_of
-from rankwise.errors import ConfigurationError, InvalidTypeError, MissingAttributeError, UnknownNameError
+from rankwise.errors import ConfigurationError, InvalidTypeError, UnknownNameError
 from rankwise.nested import contained, map_nested, walked
 
 Mode = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
@@ -22,15 +23,6 @@ _LENGTHS: Mapping[str, Callable[[Iterable[float]], float]] = {
     "max_size": max,
     "sequential": sum,
 }
-
-
-def _absent(name: str, remedy: str) -> property:
-    """Return a property for an attribute of Lightning's class: reading or assigning it raises an error."""
-
-    def refuse(*_: object) -> NoReturn:
-        raise MissingAttributeError(owner="CombinedLoader", attribute=name, remedy=remedy)
-
-    return property(refuse, refuse)
 
 
 @final
@@ -63,8 +55,12 @@ class CombinedLoader:
         2 {'a': 2, 'b': 10}
     """
 
-    limits = _absent("limits", "Trainer(limit_train_batches=2); in a loop of your own itertools.islice.")
-    reset = _absent("reset", "iter(loader), which begins a new pass.")
+    limits = MissingAttribute(
+        "CombinedLoader",
+        "limits",
+        "Trainer(limit_train_batches=2); in a loop of your own itertools.islice.",
+    )
+    reset = MissingAttribute("CombinedLoader", "reset", "iter(loader), which begins a new pass.")
 
     def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
         if mode not in _LENGTHS:
@@ -148,11 +144,11 @@ def _cycled(
                     return
                 passes[number] += 1
                 iterators[number] = starts[number](passes[number])
-                row.append(_first_of(iterators[number], number))
+                row.append(_first_batch(iterators[number], number))
         yield row
 
 
-def _first_of(iterator: Iterator[Any], number: int) -> Any:
+def _first_batch(iterator: Iterator[Any], number: int) -> Any:
     for batch in iterator:
         return batch
     raise ConfigurationError(
