@@ -9,7 +9,7 @@ import pytest
 
 import rankwise
 from rankwise import precision
-from rankwise.trainer.module import ManualOptimizer
+from rankwise.trainer.module import TrainerOptimizer
 from tests.docs.test_migrating import ours
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -37,7 +37,7 @@ def test_methods_exist(code: str) -> None:
         r"strategy\.precision\.(\w+)": precision.Precision,
         r"strategy\.(\w+)\(": rankwise.Strategy,
         r"self\.(\w+)": rankwise.TrainingModule,
-        r"optimizer\.(\w+)\(": ManualOptimizer,
+        r"optimizer\.(\w+)\(": TrainerOptimizer,
     }
     found = [(owner, name) for pattern, owner in owners.items() for name in re.findall(pattern, code)]
     assert found

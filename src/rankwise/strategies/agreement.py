@@ -7,7 +7,7 @@ import platform
 import sys
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from rankwise.process_group.rank_comparison import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from rankwise.strategies.base import Strategy
 
@@ -116,16 +116,25 @@ def fingerprint_of(module: nn.Module, seed: int | None = None) -> dict[str, str]
     }
 
 
-def mean_loss(strategy: Strategy, loss: Tensor | float, weight: Tensor | float) -> Tensor:
+def share_states(strategy: Strategy, objects: Sequence[Any]) -> None:
+    """Load rank 0's `state_dict()` of each object, such as a logger, on all ranks. Collective."""
+    states = strategy.call_on_rank_zero(lambda: [each.state_dict() for each in objects])
+    for each, state in zip(objects, states, strict=True):
+        each.load_state_dict(state)
+
+
+def mean_loss(strategy: Strategy, loss: Any, weight: Tensor | float) -> Any:
     """Return the weighted average of the ranks' losses: an optimizer decides by it what to do next.
 
     Collective: every rank must call this.
 
     Args:
         strategy: the ranks.
-        loss: a number, or a tensor with one element.
+        loss: a number, or a tensor with one element; anything else is returned as it is.
         weight: 0 leaves out the loss of this rank, even if it is NaN.
     """
+    if not isinstance(loss, (Tensor, float, int)):
+        return loss
     own = torch.as_tensor(loss).detach().reshape(())
     if strategy.world_size == 1:
         return own

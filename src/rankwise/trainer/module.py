@@ -501,6 +501,7 @@ def no_module(model: Any) -> InvalidTypeError:
     return InvalidTypeError(argument="model", value=model, expected=expected, remedy=remedy)
 
 
+@final
 class TrainerOptimizer:
     """An optimizer whose `step` and `zero_grad` use the trainer's precision; the rest is torch's own."""
 
@@ -526,25 +527,20 @@ class TrainerOptimizer:
         """Remove the gradients of the parameters, or with `set_to_none=False` fill them with zeros."""
         self._optimization.zero_grad(self.optimizer, **({} if set_to_none else {"set_to_none": False}))
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.optimizer, name)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.optimizer!r})"
-
-
-@final
-class ManualOptimizer(TrainerOptimizer):
-    """An optimizer of manual optimisation, which can be toggled."""
-
     @contextmanager
     def toggled(self) -> Iterator[None]:
-        """Make only this optimizer's parameters require gradients in the block."""
+        """Make only this optimizer's parameters require gradients in the block, in manual optimisation."""
         self._optimization.toggle(self.optimizer)
         try:
             yield
         finally:
             self._optimization.untoggle()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r})"
 
 
 def _plain(optimizer: TrainerOptimizer | Optimizer) -> Optimizer:

@@ -183,7 +183,7 @@ class AutomaticOptimization:
             self.has_stepped = False
         return loss
 
-    def _agreed_loss(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Tensor:
+    def _agreed_loss(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         """Call a closure, and prepare the gradients for a step; return the mean of the ranks' losses."""
         loss = closure()
         self._hooks.call("on_before_optimizer_step", optimizer)

@@ -21,7 +21,7 @@ from rankwise.trainer.loops.nonfinite import NonFiniteGuard
 from rankwise.trainer.loops.optimizers import optimizer_step_of
 from rankwise.trainer.loops.uneven_inputs import discard_new_gradients
 from rankwise.trainer.loops.weighting import BatchWeighting, gradients_kept, zero_gradients
-from rankwise.trainer.module import ManualOptimizer
+from rankwise.trainer.module import TrainerOptimizer
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -112,7 +112,7 @@ class ManualOptimization:
         self._is_in_batch = False
         self._frozen: list[Tensor] = []
         self.weighting = BatchWeighting(context, schedule)
-        self.optimizers = [ManualOptimizer(self, optimizer) for optimizer in context.optimizers]
+        self.optimizers = [TrainerOptimizer(self, optimizer) for optimizer in context.optimizers]
 
     def begin_epoch(self) -> None:
         """Read the data for the weights of the epoch's batches."""
@@ -246,8 +246,7 @@ class ManualOptimization:
         """Call a closure; return the mean of the ranks' losses, by which all optimizers decide the same."""
         with self._context.stage.random.own():
             loss = closure()
-        is_loss = isinstance(loss, (Tensor, float, int))
-        return mean_loss(self._strategy, loss, self._loss_weight) if is_loss else loss
+        return mean_loss(self._strategy, loss, self._loss_weight)
 
     @contextmanager
     def _agree_on_skipping(self, optimizer: Optimizer) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""A fit's optimizers and learning rate schedulers, as `configure_optimizers` returns them."""
+"""A fit's optimizers and schedulers: those that `configure_optimizers` returns, and their states."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, final
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
@@ -22,9 +23,8 @@ from torch.optim.lr_scheduler import (
 )
 
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, UnknownArgumentError
-from rankwise.gradient_sync.parameters import parameters_of
+from rankwise.gradient_sync.parameters import ParametersOf, parameters_of
 from rankwise.precision import configured_optimizers
-from rankwise.trainer.loops.parameter_groups import groups_of, restore_groups
 from rankwise.trainer.module import is_defined
 
 if TYPE_CHECKING:
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from rankwise.trainer.module import TrainingModule
 
 _GROUPS = "parameter_names"  # beside the keys of torch's state dictionary
+_Groups = list[list[Any]]
+"""For each group the names of its parameters; a parameter that is not in the module is there itself."""
+
 _METHOD = "configure_optimizers()"
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _WITH_FUNCTIONS = (ChainedScheduler, LambdaLR, MultiplicativeLR, SequentialLR)  # of the user's
@@ -218,16 +221,22 @@ class OptimizerSet:
     schedulers: list[SchedulerConfig] = field(default_factory=list)
     _pending: tuple[list[Any], list[Any]] | None = None
     _module: TrainingModule | None = None  # the module that they optimize
-    _precision: Precision | None = None
+    _strategy: Strategy | None = None
     _gradients: dict[str, Tensor] | None = None  # of a manual fit before, where pickling has lost them
-    _create: Callable[[], None] | None = None  # creates optimizers from the pending states
 
     @property
     def created(self) -> OptimizerSet:
         """This set, with the optimizers created from states that other processes have sent."""
-        if self._create is not None:
-            self._create()
+        self._create_pending()
         return self
+
+    def _create_pending(self) -> None:
+        pending, module, strategy = self._pending, self._module, self._strategy
+        if pending is not None and module is not None and strategy is not None:
+            try:
+                self.create(module, strategy)
+            except ConfigurationError:  # a parameter exists in the other process only: the next fit will say
+                self.keep_states(*pending)
 
     def create(self, module: TrainingModule, strategy: Strategy) -> None:
         """Create the module's optimizers and schedulers, or keep the ones of the fit that continues.
@@ -236,7 +245,7 @@ class OptimizerSet:
         sharded: rank 0 has that state.
         """
         states = self._pending or self.states()
-        self._module, self._precision = module, strategy.precision
+        self._module, self._strategy = module, strategy
         if not self.optimizers:
             self.optimizers, self.schedulers = configure(module)
             if strategy.is_global_zero and not self.optimizers:
@@ -248,7 +257,7 @@ class OptimizerSet:
         self._configure(strategy.precision, module)
         if states is not None:
             self.load(*states)
-        self._pending = self._create = None
+        self._pending = None
         if self._gradients is not None:
             self.set_gradients(module, self._gradients)
             self._gradients = None
@@ -296,9 +305,10 @@ class OptimizerSet:
             optimizer.state_dict() if strategy is None else strategy.get_optimizer_state(optimizer)
             for optimizer in self.optimizers
         ]
-        if self._module is not None and self._precision is not None:
+        if self._module is not None and self._strategy is not None:
+            parameters_of = self._strategy.precision.model_parameters
             for optimizer, state in zip(self.optimizers, optimizers, strict=True):
-                state[_GROUPS] = groups_of(optimizer, self._module, self._precision.model_parameters)
+                state[_GROUPS] = _groups_of(optimizer, self._module, parameters_of)
         return optimizers, [config.scheduler.state_dict() for config in self.schedulers]
 
     def release_sharded(self, strategy: Strategy) -> None:
@@ -318,21 +328,13 @@ class OptimizerSet:
         self, module: TrainingModule, strategy: Strategy, optimizers: list[Any], schedulers: list[Any]
     ) -> None:
         """Load states from other processes; optimizers that do not exist are created at their first use."""
-
-        def create() -> None:
-            try:
-                self.create(module, strategy)
-            except ConfigurationError:  # a parameter exists in the other process only: the next fit will say
-                self.keep_states(optimizers, schedulers)
-
-        self._pending = optimizers, schedulers
-        self._module, self._create = module, create
+        self._pending, self._module, self._strategy = (optimizers, schedulers), module, strategy
         if self.optimizers:
-            create()
+            self._create_pending()
 
     def forget(self) -> None:
         """Drop optimizers, schedulers and states: the next fit creates new ones."""
-        self.optimizers, self.schedulers, self._pending, self._create = [], [], None, None
+        self.optimizers, self.schedulers, self._pending, self._strategy = [], [], None, None
 
     def load(self, optimizers: list[Any], schedulers: list[Any]) -> None:
         """Load the states into the optimizers and schedulers; a ValueError says that they do not fit.
@@ -341,18 +343,91 @@ class OptimizerSet:
         """
         for optimizer, state in zip(self.optimizers, optimizers, strict=True):
             has_changed = self._restore_groups(optimizer, state)
-            if has_changed and self._module is not None and self._precision is not None:
-                self._precision.configure(self._module, self.optimizers)
+            if has_changed and self._module is not None and self._strategy is not None:
+                self._strategy.precision.configure(self._module, self.optimizers)
             optimizer.load_state_dict({key: value for key, value in state.items() if key != _GROUPS})
         for config, state in zip(self.schedulers, schedulers, strict=True):
             config.scheduler.load_state_dict(state)
 
     def _restore_groups(self, optimizer: Optimizer, state: dict[str, Any]) -> bool:
-        module, precision = self._module, self._precision
-        if _GROUPS not in state or module is None or precision is None:
+        module, strategy = self._module, self._strategy
+        if _GROUPS not in state or module is None or strategy is None:
             return False
-        return restore_groups(optimizer, state[_GROUPS], module, precision.model_parameters)
+        return _restore_groups(optimizer, state[_GROUPS], module, strategy.precision.model_parameters)
 
     def __getstate__(self) -> dict[str, Any]:
         gradients = None if self._module is None else self.gradients(self._module)
         return {"optimizers": [], "schedulers": [], "_pending": self.states(), "_gradients": gradients}
+
+
+# ------------------------------------------------------------------ the parameters of each group
+
+
+def _groups_of(optimizer: Optimizer, module: nn.Module, parameters_of: ParametersOf) -> _Groups:
+    """Return the parameters of each group of an optimizer."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    updated = iter(parameters_of(optimizer))
+    return [
+        [names.get(id(each), each.detach()) for each in islice(updated, len(group["params"]))]
+        for group in optimizer.param_groups
+    ]
+
+
+def _restore_groups(
+    optimizer: Optimizer, saved: _Groups, module: nn.Module, parameters_of: ParametersOf
+) -> bool:
+    """Give an optimizer the groups that were saved, if they have more parameters; return whether they do.
+
+    Parameters that are not in the module get their values. Other groups do not change.
+
+    Raises:
+        ConfigurationError: for a parameter that is not in the module, and was added after the creation of the
+            optimizer: it cannot be matched with a parameter of the program.
+    """
+    own = _groups_of(optimizer, module, parameters_of)
+    mains = iter([each for group in optimizer.param_groups for each in group["params"]])
+    by_entry = {_key(entry, place): next(mains) for place, entry in _placed(own)}
+    named = dict(module.named_parameters())
+    saved_keys = {_key(entry, place) for place, entry in _placed(saved)}
+    is_known = all(entry in named for _, entry in _placed(saved) if isinstance(entry, str))
+    if not by_entry.keys() <= saved_keys or not is_known:
+        return False
+    for number, entries in enumerate(saved):
+        parameters = []
+        for position, entry in enumerate(entries):
+            key = _key(entry, (number, position))
+            main = by_entry.get(key)
+            if isinstance(entry, Tensor):
+                if main is None:
+                    raise _unknown_error(optimizer, entry)
+                with torch.no_grad():
+                    main.copy_(entry)
+            parameters.append(named[key] if main is None else main)
+        if number < len(own):
+            optimizer.param_groups[number]["params"] = parameters
+        else:
+            optimizer.add_param_group({"params": parameters})
+    return by_entry.keys() != saved_keys
+
+
+def _unknown_error(optimizer: Optimizer, parameter: Tensor) -> ConfigurationError:
+    return ConfigurationError(
+        message=f"Training cannot continue: a hook gave {type(optimizer).__name__} a parameter that is in no "
+        "module.",
+        facts=f"its shape is {tuple(parameter.shape)}; nothing tells which parameter of the program it was.",
+        remedy="self.name = nn.Parameter(...) in the module, or give it to the optimizer in "
+        "configure_optimizers().",
+    )
+
+
+def _placed(groups: _Groups) -> list[tuple[tuple[int, int], Any]]:
+    """Return each entry with the number of its group and its position there."""
+    return [
+        ((number, position), entry)
+        for number, group in enumerate(groups)
+        for position, entry in enumerate(group)
+    ]
+
+
+def _key(entry: Any, place: tuple[int, int]) -> Any:
+    return entry if isinstance(entry, str) else place

@@ -12,7 +12,7 @@ from rankwise.errors import ConfigurationError, InvalidArgumentError, LifecycleE
 from rankwise.gradient_sync import register_ddp_comm_hook
 from rankwise.precision import MasterWeightsPrecision, MixedPrecision
 from rankwise.strategies import SingleDeviceStrategy
-from rankwise.trainer.module import ManualOptimizer
+from rankwise.trainer.module import TrainerOptimizer
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
 from tests.process.training_tasks import quiet_trainer
 from tests.unit.trainer.helpers import Line, loader, trainer
@@ -76,7 +76,7 @@ def test_one_optimizer_is_not_a_list(tmp_path: Path) -> None:
     train = trainer(tmp_path, max_steps=1)
     train.fit(Single(), loader())
     [optimizer] = seen
-    assert isinstance(optimizer, ManualOptimizer)
+    assert isinstance(optimizer, TrainerOptimizer)
     assert optimizer.optimizer is train.optimizers[0]
     assert optimizer.param_groups is train.optimizers[0].param_groups
     assert train.module.optimizers() is train.optimizers[0]
