@@ -160,7 +160,27 @@ for _strategy in (
     _strategy.register_strategies(StrategyRegistry)
 
 
-def collect_plugins(given: Any) -> dict[str, Any]:
+def bound_strategy(
+    strategy: Any, precision: Any, plugins: Any, *, sync_batchnorm: bool = False, **placement: Any
+) -> Strategy:
+    """Build and bind the strategy of a Trainer or Fabric from its arguments.
+
+    Args:
+        strategy: a name or an instance; a copy is bound if it is bound already or gets other plug-ins.
+        precision: None uses the strategy's.
+        plugins: a cluster environment, a precision, a checkpoint IO, a strategy; one of each.
+        sync_batchnorm: whether the strategy synchronises batch normalisation.
+        placement: the arguments of `bind`, which must not contradict the strategy's own.
+    """
+    found = _by_kind(plugins)
+    given = _with_plugins(strategy, precision, found, sync_batchnorm=sync_batchnorm)
+    own, placement["cluster_environment"] = given.process_config, found["cluster environment"]
+    agreed = {name: agreed_value(name, getattr(own, name), value) for name, value in placement.items()}
+    given.bind(environment=agreed.pop("cluster_environment"), **agreed)
+    return given
+
+
+def _by_kind(given: Any) -> dict[str, Any]:
     """Return the content of `plugins=[...]` by kind: at most one of each, None for the others."""
     classes = (str, ClusterEnvironment, LightningClusterEnvironment, Precision, CheckpointIO, Strategy)
     expected = "a ClusterEnvironment or its name, a Precision, a CheckpointIO or a Strategy"
@@ -178,8 +198,8 @@ def collect_plugins(given: Any) -> dict[str, Any]:
     return found
 
 
-def collect_strategy(
-    strategy: Any, precision: Any, plugins: dict[str, Any], *, sync_batchnorm: bool = False
+def _with_plugins(
+    strategy: Any, precision: Any, plugins: dict[str, Any], *, sync_batchnorm: bool
 ) -> Strategy:
     """Return the strategy, or one derived from it if it is bound already or gets other plug-ins."""
     check_is_a("strategy", strategy, (str, Strategy), "a name, or an instance of Strategy")
@@ -206,9 +226,3 @@ def collect_strategy(
     if sync_batchnorm:
         changes["sync_batchnorm"] = True
     return given.with_(**changes) if changes or given.is_bound else given
-
-
-def agreed_placement(strategy: Strategy, **given: Any) -> dict[str, Any]:
-    """Return the arguments of `bind`: those given, where the strategy's own do not contradict them."""
-    own = strategy.process_config
-    return {name: agreed_value(name, getattr(own, name), value) for name, value in given.items()}

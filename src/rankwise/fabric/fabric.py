@@ -2,42 +2,44 @@
 
 from __future__ import annotations
 
-import inspect
+import operator
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, overload
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from rankwise.checks import check_is_a, checked_list
+from rankwise.checks import check_choice, check_is_a, checked_list
 from rankwise.compatibility.names import FABRIC_ATTRIBUTES, missing_attributes
 from rankwise.errors import (
     ConfigurationError,
     InvalidArgumentError,
-    InvalidTypeError,
+    LifecycleError,
     UnknownArgumentError,
 )
+from rankwise.fabric.backward import BackwardChecks
+from rankwise.fabric.callbacks import call_callbacks
 from rankwise.fabric.checkpoint import check_filters, checkpoint_of, restore_object, restore_state
-from rankwise.fabric.checks import check_is_on, check_set_up, check_strategy, check_unwrapped
 from rankwise.fabric.data_loader import fabric_data_loaders
-from rankwise.fabric.launching import check_function, launching_itself, run_function, share_loggers
-from rankwise.fabric.module import FabricModule
-from rankwise.fabric.optimizer import FabricOptimizer, fabric_optimizer
-from rankwise.fabric.process import FabricProcess
-from rankwise.gradient_sync import GradientSyncMode
+from rankwise.fabric.launching import check_function, launching_itself, run_function
+from rankwise.fabric.module import FabricModule, check_set_up
+from rankwise.fabric.optimizer import FabricOptimizer, fabric_optimizer, plain_optimizer
 from rankwise.loggers import Logger
 from rankwise.loggers.base import finalize_all
 from rankwise.loggers.values import numbers
-from rankwise.precision import Precision, configured_optimizers
+from rankwise.precision import configured_optimizers
 from rankwise.process_group.after_failure import collectives_refused_after_failure
-from rankwise.registry import agreed_placement, collect_plugins, collect_strategy
+from rankwise.process_group.collectives import Reduction
+from rankwise.registry import bound_strategy
 from rankwise.seed import given_seed, seed_everything
-from rankwise.strategies import Strategy
-from rankwise.strategies.agreement import check_ranks_agree, fingerprint_of, share_model
+from rankwise.strategies import AutoStrategy, DDPStrategy, Strategy
+from rankwise.strategies.agreement import check_ranks_agree, fingerprint_of, share_model, share_states
 from rankwise.strategies.module_wrapping import uncompiled
 from rankwise.strategies.open_job import begin_job
 from rankwise.strategies.shared_errors import errors_shared
@@ -46,7 +48,12 @@ T = TypeVar("T")
 _BACKWARD = ("gradient", "retain_graph", "create_graph", "inputs")  # of Tensor.backward, in order
 
 
-class Fabric(FabricProcess):
+def _of_strategy(path: str) -> Any:
+    """Return a property that reads `path`, an attribute of the strategy."""
+    return property(operator.attrgetter(f"strategy.{path}"))
+
+
+class Fabric:
     """Run a training loop of your own on the processes of a strategy; the names are Lightning's.
 
     Wrap what the loop uses: `setup` modules and optimizers, `setup_dataloaders` loaders; call `backward`
@@ -66,6 +73,12 @@ class Fabric(FabricProcess):
 
     Attributes:
         strategy: the strategy, bound: the given one, or a copy of it, as the Trainer's.
+        device: this process's device.
+        accelerator: its kind: `"cpu"` or `"cuda"`.
+        global_rank, local_rank: the number of this process in the job, and on its node.
+        node_rank: the number of this node.
+        world_size: the number of processes in the job.
+        is_global_zero: whether this is the first process of the job.
         loggers: all loggers.
         callbacks: all callbacks.
 
@@ -73,6 +86,14 @@ class Fabric(FabricProcess):
         InvalidArgumentError, InvalidTypeError, UnknownNameError, ConfigurationError: for wrong arguments.
         WorldSizeMismatchError: when other processes exist than were asked for.
     """
+
+    device: torch.device = _of_strategy("root_device")
+    accelerator: str = _of_strategy("root_device.type")
+    global_rank: int = _of_strategy("global_rank")
+    local_rank: int = _of_strategy("local_rank")
+    node_rank: int = _of_strategy("node_rank")
+    world_size: int = _of_strategy("world_size")
+    is_global_zero: bool = _of_strategy("is_global_zero")
 
     def __init__(
         self,
@@ -88,18 +109,18 @@ class Fabric(FabricProcess):
     ) -> None:
         self.callbacks: list[Any] = checked_list("callbacks", callbacks, object)
         self.loggers: list[Logger] = checked_list("loggers", loggers, Logger)
-        found = collect_plugins(plugins)
-        self.strategy = collect_strategy(strategy, precision, found)
-        check_strategy(self.strategy)
-        environment = found["cluster environment"]
         given = {"accelerator": accelerator, "devices": devices, "num_nodes": num_nodes}
-        placement = agreed_placement(self.strategy, **given, cluster_environment=environment)
-        self.strategy.bind(environment=placement.pop("cluster_environment"), **placement)
+        self.strategy: Strategy = bound_strategy(strategy, precision, plugins, **given)
+        if self.strategy.gradient_weighting == "samples":
+            raise ConfigurationError(
+                message='gradient_weighting="samples" cannot be used with Fabric: it does not see which '
+                "batch a loss belongs to.",
+                remedy='gradient_weighting="logged", and fabric.backward(loss, weight=n).',
+            )
         self.strategy.precision.device_type = self.strategy.root_device.type
         self._modules: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
-        self._num_contexts = 0  # blocks of `gradient_sync_context` that are open
-        self._is_in_backward = False
+        self._checks = BackwardChecks(self.strategy)
         self._is_open = False  # whether a job without a function runs
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
@@ -153,7 +174,7 @@ class Fabric(FabricProcess):
         if function is None:
             if self._must_be_launched():
                 begin_job(self.strategy)
-                share_loggers(self.strategy, self.loggers)
+                share_states(self.strategy, self.loggers)
                 self._is_open = True
             return None
         check_function(function)
@@ -161,6 +182,53 @@ class Fabric(FabricProcess):
             return function(self, *args, **kwargs)
         value: T = self.strategy.launch(run_function, self, function, args, kwargs)
         return value
+
+    def _must_be_launched(self) -> bool:
+        strategy = self.strategy
+        is_ddp = isinstance(strategy, DDPStrategy) and not isinstance(strategy, AutoStrategy)
+        needs_others = strategy.world_size > 1 or is_ddp
+        return needs_others and not strategy.is_in_job and not dist.is_initialized()
+
+    def _check_launched(self, call: str) -> None:
+        if self._must_be_launched():
+            raise LifecycleError(
+                call=f"Fabric.{call}",
+                state="not launched",
+                needed="the processes of the strategy",
+                remedy="fabric.launch() before it, or fabric.launch(main) with the loop in main(fabric).",
+            )
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the first process of each node only."""
+        if self.local_rank == 0:
+            print(*args, **kwargs)  # noqa: T201  what the user asks for
+
+    # Every rank must call each collective, in the same order. A group of None is `data_parallel_group`.
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until every rank has called this."""
+        self._check_launched("barrier()")
+        self.strategy.barrier(name)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Return rank `src`'s value on every rank."""
+        self._check_launched("broadcast()")
+        return self.strategy.broadcast(obj, src)
+
+    def all_gather(self, data: Any, group: dist.ProcessGroup | None = None, sync_grads: bool = False) -> Any:
+        """Gather tensors from every rank, as `(world_size, *)`; unchanged without a process group."""
+        self._check_launched("all_gather()")
+        return self.strategy.all_gather(data, group, sync_grads)
+
+    def all_reduce(self, data: T, group: dist.ProcessGroup | None = None, reduce_op: Reduction = "mean") -> T:
+        """Return tensors or numbers reduced over the ranks; the input does not change."""
+        self._check_launched("all_reduce()")
+        return self.strategy.all_reduce(data, group, reduce_op)
+
+    def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
+        """Return a block that rank zero (with `local`, that of each node) runs before the others."""
+        self._check_launched("rank_zero_first()")
+        return self.strategy.rank_zero_first(local)
 
     def setup(
         self,
@@ -195,9 +263,8 @@ class Fabric(FabricProcess):
                 message="setup() got a scheduler without an optimizer.",
                 remedy="module, optimizer, scheduler = fabric.setup(module, optimizer, scheduler=scheduler).",
             )
-        for optimizer in optimizers:
-            check_unwrapped(optimizer, Optimizer, FabricOptimizer, "optimizer")
-        wrapped = self._setup_module(module, move_to_device, _reapply_compile)
+        _check_not_set_up("optimizer", optimizers, Optimizer, FabricOptimizer)
+        wrapped = self.setup_module(module, move_to_device, _reapply_compile)
         prepared = self._setup_optimizers(optimizers, scheduler)
         self.call("on_after_setup", fabric=self, module=wrapped)
         if not optimizers:
@@ -208,31 +275,32 @@ class Fabric(FabricProcess):
         self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True
     ) -> FabricModule:
         """Prepare a module alone, as `setup` does."""
-        return self._setup_module(module, move_to_device, _reapply_compile)
-
-    def _setup_module(self, module: nn.Module, move_to_device: bool, reapply_compile: bool) -> FabricModule:
         self._check_launched("setup()")
-        check_unwrapped(module, nn.Module, FabricModule, "module")
+        _check_not_set_up("module", [module], nn.Module, FabricModule)
         original = uncompiled(module)
-        if not reapply_compile and original is not module:
+        if not _reapply_compile and original is not module:
             expected = "True: a compiled module is compiled within its wrapper"
             raise InvalidArgumentError(argument="_reapply_compile", value=False, expected=expected)
-        if not move_to_device:
-            check_is_on(original, self.device)
+        elsewhere = [name for name, each in original.named_parameters() if each.device != self.device]
+        if elsewhere and not move_to_device:
+            raise ConfigurationError(
+                message=f"move_to_device=False, but {elsewhere[0]!r} is not on this rank's device.",
+                facts=f"{len(elsewhere)} parameters are not on {self.device}, where the wrapper needs them.",
+                remedy="leave it out, or call fabric.to_device(module) first.",
+            )
         check_ranks_agree(self.strategy, fingerprint_of(original, given_seed()))
         wrapped = self.strategy.setup_module(module)
         if wrapped is module:
             share_model(self.strategy, original)  # a wrapper does that itself
         self._modules.append(original)
-        return FabricModule(wrapped, self.strategy, self._guarded)
+        return FabricModule(wrapped, self.strategy, self._checks.guarded)
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
         """Prepare optimizers alone, after their modules; return the one, or a tuple of them."""
         self._check_launched("setup_optimizers()")
         if not optimizers:
             raise ConfigurationError(message="setup_optimizers() got none.", remedy="pass the optimizers.")
-        for optimizer in optimizers:
-            check_unwrapped(optimizer, Optimizer, FabricOptimizer, "optimizer")
+        _check_not_set_up("optimizer", optimizers, Optimizer, FabricOptimizer)
         prepared = self._setup_optimizers(optimizers, None)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
@@ -322,47 +390,9 @@ class Fabric(FabricProcess):
         options = {**dict(zip(_BACKWARD, args, strict=False)), **kwargs}
         for name in options.keys() - set(_BACKWARD):
             raise UnknownArgumentError(target="Fabric.backward()", name=name, known=(*_BACKWARD, "weight"))
-        if self.strategy.gradient_weighting == "logged" and weight is None:
-            raise ConfigurationError(
-                message="A loss has no weight.",
-                facts='the strategy has gradient_weighting="logged".',
-                remedy="fabric.backward(loss, weight=n), where the loss is the mean of n items.",
-            )
-        if self._needs_context and not self._num_contexts:
-            raise ConfigurationError(
-                message="backward() was called outside of the block that averages gradients.",
-                facts=f"the strategy has sync_mode={self.strategy.gradients.mode.value!r}, "
-                f"gradient_weighting={self.strategy.gradient_weighting!r}.",
-                remedy="with fabric.gradient_sync_context(module, optimizer): for forward and backward pass.",
-            )
-        loss = tensor if weight is None else self.strategy.weighted_loss(tensor, weight)
-        self._is_in_backward = True
-        try:
+        with self._checks.running(weight):
+            loss = tensor if weight is None else self.strategy.weighted_loss(tensor, weight)
             self.strategy.backward(loss, **options)
-        finally:
-            self._is_in_backward = False
-
-    @property
-    def _needs_context(self) -> bool:
-        gradients = self.strategy.gradients
-        return gradients.weighting is not None or gradients.mode is GradientSyncMode.FORCED_SYNC
-
-    def _guarded(self, output: Tensor) -> Tensor:
-        """Make `output.backward()` an error where only `Fabric.backward` computes the right gradients."""
-        precision = self.strategy.precision
-        is_own = type(precision).backward is not Precision.backward and precision.scales_loss
-        if output.requires_grad and (is_own or self._needs_context):
-            output.register_hook(self._check_in_backward)
-        return output
-
-    def _check_in_backward(self, gradient: Tensor) -> None:
-        if not self._is_in_backward:
-            raise ConfigurationError(
-                message="loss.backward() was called instead of fabric.backward(loss).",
-                facts=f"{self.strategy.precision!r}, "
-                f"gradient_weighting={self.strategy.gradient_weighting!r}: the loss must be scaled.",
-                remedy="fabric.backward(loss).",
-            )
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
         """Return a context in which backward passes average nothing, for accumulating gradients.
@@ -387,14 +417,11 @@ class Fabric(FabricProcess):
             optimizers: the ones that step after the window.
             is_final_microbatch: whether they step next.
         """
-        own = [each.optimizer if isinstance(each, FabricOptimizer) else each for each in optimizers]
+        own = [plain_optimizer(each) for each in optimizers]
         wrapped = check_set_up(module).wrapped
-        self._num_contexts += 1
-        try:
-            with self.strategy.gradient_sync_context(wrapped, own, is_final_microbatch):
-                yield
-        finally:
-            self._num_contexts -= 1
+        sync = self.strategy.gradient_sync_context(wrapped, own, is_final_microbatch)
+        with self._checks.in_sync_context(), sync:
+            yield
 
     def clip_gradients(
         self,
@@ -428,8 +455,7 @@ class Fabric(FabricProcess):
                 message=f"clip_gradients() got clip_val={clip_val!r} and max_norm={max_norm!r}.",
                 remedy="give one of the two.",
             )
-        inner = optimizer.optimizer if isinstance(optimizer, FabricOptimizer) else optimizer
-        precision = self.strategy.precision
+        inner, precision = plain_optimizer(optimizer), self.strategy.precision
         if max_norm is None:
             precision.clip_gradients_value(inner, clip_val or 0.0)
             return None
@@ -512,9 +538,8 @@ class Fabric(FabricProcess):
 
     def _read(self, path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any]:
         self._check_launched("load()")
-        if weights_only is False:
-            expected = "True: a file that runs code when it is read is refused"
-            raise InvalidArgumentError(argument="weights_only", value=False, expected=expected)
+        expected = "True or None: a file that runs code when it is read is refused"
+        check_choice("weights_only", weights_only, (None, True), expected)
         with errors_shared(self.strategy):
             checkpoint = self.strategy.load_checkpoint(path)
         return checkpoint  # noqa: RET504  type checkers do not know that the block raises
@@ -530,14 +555,7 @@ class Fabric(FabricProcess):
         """
         is_after_failure = hook_name == "on_exception" and self.world_size > 1
         with collectives_refused_after_failure() if is_after_failure else nullcontext():
-            for callback in self.callbacks:
-                hook = getattr(callback, hook_name, None)
-                if hook is None:
-                    continue
-                if not callable(hook):
-                    name = f"{type(callback).__name__}.{hook_name}"
-                    raise InvalidTypeError(argument=name, value=hook, expected="a method")
-                hook(*args, **_taken(hook, kwargs))
+            call_callbacks(self.callbacks, hook_name, *args, **kwargs)
 
     def log(self, name: str, value: Any, step: int | None = None) -> None:
         """Record a number in all loggers, on global rank 0."""
@@ -571,12 +589,10 @@ class Fabric(FabricProcess):
         return {**self.__dict__, "_finalizer": None, "_is_open": False, "_modules": [], "_optimizers": []}
 
 
-def _taken(hook: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments that a method takes."""
-    try:
-        parameters = inspect.signature(hook).parameters
-    except (TypeError, ValueError):  # written in C
-        return kwargs
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
-        return kwargs
-    return {name: value for name, value in kwargs.items() if name in parameters}
+def _check_not_set_up(name: str, values: Iterable[object], kind: type, wrapper: type) -> None:
+    """Raise unless the user's own objects are given; an object that was set up before is refused."""
+    for value in values:
+        check_is_a(name, value, kind)
+        if isinstance(value, wrapper):
+            expected = f"one that was not set up before: {name}s are set up once"
+            raise InvalidArgumentError(argument=name, value=type(value).__name__, expected=expected)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from rankwise.errors import InvalidTypeError
-from rankwise.loggers import Logger
 from rankwise.strategies import Strategy
+from rankwise.strategies.agreement import share_states
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ def run_function(
     """Run what a Fabric has launched, on each rank."""
     status = "failed"
     try:
-        share_loggers(strategy, fabric.loggers)
+        share_states(strategy, fabric.loggers)
         value = function(fabric, *args, **kwargs)
         strategy.end_training()
         status = "success"
@@ -30,13 +30,6 @@ def run_function(
         raise
     finally:
         fabric.end(status)
-
-
-def share_loggers(strategy: Strategy, loggers: Sequence[Logger]) -> None:
-    """Give all ranks rank 0's version and folder of each logger. Collective."""
-    states = strategy.call_on_rank_zero(lambda: [logger.state_dict() for logger in loggers])
-    for logger, state in zip(loggers, states, strict=True):
-        logger.load_state_dict(state)
 
 
 def launching_itself(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -195,3 +195,12 @@ class FabricModule(nn.Module):
 
 def _same(module: nn.Module) -> nn.Module:
     return module
+
+
+def check_set_up(module: object) -> FabricModule:
+    """Return a module that was set up; refuse any other."""
+    if isinstance(module, FabricModule):
+        return module
+    remedy = "module = fabric.setup(module)"
+    expected = "what Fabric.setup() returned"
+    raise InvalidTypeError(argument="module", value=module, expected=expected, remedy=remedy)

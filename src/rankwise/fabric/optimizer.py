@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
+from rankwise.fabric.callbacks import call_callbacks
 from rankwise.strategies import Strategy
 from rankwise.strategies.agreement import mean_loss
 
@@ -44,21 +44,11 @@ class FabricOptimizer:
                 the mean of the ranks' losses, so with a closure this is Collective.
             options: for the optimizer's own `step`.
         """
-        agreed = None if closure is None else self._agreed(closure)
-        returned = self._strategy.optimizer_step(self._optimizer, agreed, **options)
-        for callback in self._callbacks:
-            hook = getattr(callback, "on_after_optimizer_step", None)
-            if callable(hook):
-                hook(strategy=self._strategy, optimizer=self._optimizer)
+        strategy, optimizer = self._strategy, self._optimizer
+        agreed = None if closure is None else lambda: mean_loss(strategy, closure(), 1.0)
+        returned = strategy.optimizer_step(optimizer, agreed, **options)
+        call_callbacks(self._callbacks, "on_after_optimizer_step", strategy=strategy, optimizer=optimizer)
         return returned
-
-    def _agreed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def agreed() -> Any:
-            loss = closure()
-            is_loss = isinstance(loss, (Tensor, float, int))
-            return mean_loss(self._strategy, loss, 1.0) if is_loss else loss
-
-        return agreed
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Remove the gradients of the optimizer's parameters, or fill them with zeros."""
@@ -100,6 +90,11 @@ def fabric_optimizer(optimizer: Optimizer, strategy: Strategy, callbacks: Sequen
     wrapped: Any = object.__new__(kind)
     wrapped._optimizer, wrapped._strategy, wrapped._callbacks = optimizer, strategy, callbacks
     return wrapped
+
+
+def plain_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer that a `FabricOptimizer` steps; any other one as it is."""
+    return optimizer.optimizer if isinstance(optimizer, FabricOptimizer) else optimizer
 
 
 def _same(optimizer: Optimizer) -> Optimizer:

@@ -148,7 +148,7 @@ def first_of(count: float, batches: Iterable[Any]) -> Iterator[Any]:
     return islice(batches, None if math.isinf(count) else max(0, int(count)))
 
 
-def as_list(given: Any) -> list[Any]:
+def loaders_in(given: Any) -> list[Any]:
     """Return the loaders that a user gave: several in containers, one alone (or a list of batches), or None.
 
     Raises:
@@ -183,7 +183,7 @@ def restored_loaders(given: Any, shards: list[LoaderShard]) -> Any:
     return combination.restored(loaders)
 
 
-def check_number(stage: StageName, phase: str, loaders: list[Any]) -> None:
+def check_num_loaders(stage: StageName, phase: str, loaders: list[Any]) -> None:
     """Raise ConfigurationError unless there is a loader to train with, or any to evaluate."""
     if not loaders and (phase == "train" or stage == phase):
         raise ConfigurationError(
@@ -192,7 +192,7 @@ def check_number(stage: StageName, phase: str, loaders: list[Any]) -> None:
         )
 
 
-def check_combination(phase: str, given: Any, options: TrainerOptions) -> None:
+def check_mode(phase: str, given: Any, options: TrainerOptions) -> None:
     """Raise ConfigurationError for a way of combining loaders that a phase does not have."""
     mode = given.mode if isinstance(given, CombinedLoader) else None
     if phase != "train" and mode not in (None, "sequential"):
@@ -220,9 +220,9 @@ def check_loaders(stage: StageName, phase: str, given: Any, options: TrainerOpti
     """Check, before any process starts, the number of loaders and that the ranks can split them."""
     if given is None:
         return
-    check_combination(phase, given, options)
-    loaders = as_list(given)
-    check_number(stage, phase, loaders)
+    check_mode(phase, given, options)
+    loaders = loaders_in(given)
+    check_num_loaders(stage, phase, loaders)
     for loader in loaders if options.use_distributed_sampler and world_size > 1 else ():
         check_shardable(loader, by_index=phase == "predict")
 
@@ -270,7 +270,9 @@ def _without_shuffling(loader: Any, phase: str, strategy: Strategy) -> Any:
     return ordered
 
 
-def check_limit(strategy: Strategy, phase: str, shards: list[LoaderShard], options: TrainerOptions) -> None:
+def check_fraction(
+    strategy: Strategy, phase: str, shards: list[LoaderShard], options: TrainerOptions
+) -> None:
     """Raise ConfigurationError if a fraction leaves no batch of a loader. Collective if there is one."""
     limit = options.limit(phase)
     if phase == "train" or isinstance(limit, int) or limit in (0.0, 1.0):

@@ -32,6 +32,7 @@ from rankwise.errors import (
 from rankwise.hyperparameters import DATA_MODULE_KEYS, MODULE_KEYS, AttributeDict
 from rankwise.paths import expanded_path
 from rankwise.processes.signals import reraise_from_handler
+from rankwise.trainer.arguments import check_weights_only
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
@@ -127,8 +128,7 @@ def load_data_module_state(datamodule: Any, checkpoint: Mapping[str, Any], path:
 def _read(path: Any, map_location: Any, weights_only: bool | None) -> tuple[str, dict[str, Any]]:
     """Return the path, and the checkpoint there."""
     check_is_a("checkpoint_path", path, (str, os.PathLike), "a path")
-    expected = "True; a class that you trust loads after torch.serialization.add_safe_globals([...])"
-    check_value("weights_only", weights_only, weights_only is not False, expected)
+    check_weights_only(weights_only)
     found, where = os.fspath(path), _where_saved if map_location is None else map_location
     return found, TorchCheckpointIO().load_checkpoint(found, map_location=where)
 

@@ -29,7 +29,7 @@ from rankwise.seed import (
     seed_process,
     set_random_state,
 )
-from rankwise.strategies.agreement import check_ranks_agree, fingerprint_of, share_model
+from rankwise.strategies.agreement import check_ranks_agree, fingerprint_of, share_model, share_states
 from rankwise.strategies.data_split import agree_on_loaders
 from rankwise.strategies.shared_errors import errors_shared
 from rankwise.trainer.checkpointing import (
@@ -46,12 +46,12 @@ from rankwise.trainer.data.train_data import TrainData
 from rankwise.trainer.data_loaders import (
     PHASE_NAMES,
     LoaderShard,
-    as_list,
     check_can_be_gathered,
-    check_combination,
-    check_limit,
-    check_number,
+    check_fraction,
+    check_mode,
+    check_num_loaders,
     combination_of,
+    loaders_in,
     restored_loaders,
     shard_for_phase,
     warn_if_empty,
@@ -183,7 +183,7 @@ class Stage:
             raise undefined(self._source(module), _LOADER_HOOKS[phase])
         if self.datamodule is not None:
             _warn_of_hidden(module, self.datamodule, [_LOADER_HOOKS[phase] for phase in self.loaders])
-        if as_list(self.loaders.get("validate")) and not is_defined(module, "validation_step"):
+        if loaders_in(self.loaders.get("validate")) and not is_defined(module, "validation_step"):
             raise undefined(module, "validation_step")  # of fit: its loaders would be ignored
 
     def _source(self, module: TrainingModule) -> Any:
@@ -324,10 +324,7 @@ class Stage:
             state.rank_states = []
         if not state.rank_states:
             state.seed, state.process_seed = (saved or {}).get("seed", own), own
-        loggers = context.loggers
-        states = strategy.call_on_rank_zero(lambda: [logger.state_dict() for logger in loggers])
-        for logger, saved_state in zip(loggers, states, strict=True):
-            logger.load_state_dict(saved_state)
+        share_states(strategy, context.loggers)
 
     def _fit(self, context: LoopContext) -> None:
         strategy, module = context.strategy, context.module
@@ -445,8 +442,8 @@ class Stage:
     ) -> list[LoaderShard]:
         """Return this rank's part of each loader of a phase; `order_seed` replaces the seed of training."""
         state, strategy = context.state, context.strategy
-        check_combination(phase, given, context.options)
-        loaders = as_list(given)
+        check_mode(phase, given, context.options)
+        loaders = loaders_in(given)
         seeds = agree_on_loaders(
             strategy,
             PHASE_NAMES[phase],
@@ -454,7 +451,7 @@ class Stage:
             default=state.seed,
             is_split_here=context.options.use_distributed_sampler,
         )
-        check_number(self.name, phase, loaders)
+        check_num_loaders(self.name, phase, loaders)
         if phase == "train":
             agreed = seeds[0] if len(set(seeds)) == 1 else mixed_seed(*seeds)
             state.order_seed = agreed if order_seed is None else order_seed
@@ -463,7 +460,7 @@ class Stage:
             shard_for_phase(phase, loader, seed, context.options, strategy)
             for loader, seed in zip(loaders, seeds, strict=True)
         ]
-        check_limit(strategy, phase, shards, context.options)
+        check_fraction(strategy, phase, shards, context.options)
         warn_if_empty(strategy, phase, loaders)
         state.num_batches[phase] = [shard.num_batches for shard in shards]
         context.stage.shards[phase] = shards

@@ -17,7 +17,7 @@ from rankwise.processes.memory_file import read_by_name
 from rankwise.processes.returned_state import ReturnedState, StateBefore
 from rankwise.processes.signals import StoppedBySignal
 from rankwise.profilers import Profiler, create_profiler
-from rankwise.registry import agreed_placement, collect_plugins, collect_strategy
+from rankwise.registry import bound_strategy
 from rankwise.trainer import arguments
 from rankwise.trainer.arguments import TrainerOptions, with_known_keywords
 from rankwise.trainer.checkpointing import CheckpointFiles, check_hyper_parameters, save_checkpoint
@@ -209,16 +209,15 @@ class Trainer(TrainerProperties):
         self.loggers = arguments.collect_loggers(keywords["logger"], self.default_root_dir)
         if self.fast_dev_run:
             self.callbacks, self.loggers = _for_dev_run(self.callbacks), []
-        found = collect_plugins(plugins)
-        self.strategy = collect_strategy(strategy, precision, found, sync_batchnorm=sync_batchnorm)
-        placement = agreed_placement(
-            self.strategy,
+        self.strategy = bound_strategy(
+            strategy,
+            precision,
+            plugins,
+            sync_batchnorm=sync_batchnorm,
             accelerator=accelerator,
             devices=devices,
             num_nodes=num_nodes,
-            cluster_environment=found["cluster environment"],
         )
-        self.strategy.bind(environment=placement.pop("cluster_environment"), **placement)
         self.datamodule: DataModule | None = None
         # The last module whose `configure_callbacks` was called, and the types of the callbacks added by it.
         self._configured: tuple[TrainingModule, set[type]] | None = None

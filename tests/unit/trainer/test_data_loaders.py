@@ -11,9 +11,9 @@ from rankwise.errors import ConfigurationError, InvalidTypeError, UnshardableLoa
 from rankwise.trainer import Trainer
 from rankwise.trainer.data_loaders import (
     LoaderShard,
-    as_list,
     check_can_be_gathered,
     check_loaders,
+    loaders_in,
     shard_for_phase,
 )
 from tests.unit.trainer.helpers import Line, WithSecondRank, loader, samples, trainer, with_second_rank
@@ -157,13 +157,13 @@ def test_number_of_batches() -> None:
 def test_several_loaders() -> None:
     """A list of loaders is several; a list of batches is one."""
     mine = loader()
-    assert as_list([mine, mine]) == [mine, mine]
-    assert as_list(mine) == [mine]
-    assert as_list([1, 2]) == [[1, 2]]
-    assert as_list(None) == as_list([]) == []
-    assert as_list([mine, [1, 2]]) == [mine, [1, 2]]
-    assert as_list({"a": mine, "b": [mine, [1]]}) == [mine, mine, [1]]
-    assert as_list(CombinedLoader((mine, [1]), "sequential")) == [mine, [1]]
+    assert loaders_in([mine, mine]) == [mine, mine]
+    assert loaders_in(mine) == [mine]
+    assert loaders_in([1, 2]) == [[1, 2]]
+    assert loaders_in(None) == loaders_in([]) == []
+    assert loaders_in([mine, [1, 2]]) == [mine, [1, 2]]
+    assert loaders_in({"a": mine, "b": [mine, [1]]}) == [mine, mine, [1]]
+    assert loaders_in(CombinedLoader((mine, [1]), "sequential")) == [mine, [1]]
 
 
 @pytest.mark.parametrize("given", [5, object(), [loader(), 5]])

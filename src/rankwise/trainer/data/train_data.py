@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, final
 
 from rankwise.data.batches import BatchSizes, BatchStream, DescribedBatch, batch_sizes
-from rankwise.data.combined_loader import CombinedLoader, rows
+from rankwise.data.combined_loader import CombinedLoader, Row, rows
 from rankwise.data.sampler import ShardedSampler, length_of
 from rankwise.errors import ConfigurationError
 from rankwise.trainer.data_loaders import LoaderShard, first_of, limited
@@ -18,9 +18,6 @@ from rankwise.trainer.data_loaders import LoaderShard, first_of, limited
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
     from rankwise.trainer.state import Progress
-
-Row = Sequence[Any]
-"""A `DescribedBatch` of each loader."""
 
 
 @final

@@ -1,0 +1,36 @@
+"""Call the hooks of a Fabric's callbacks, which are any objects."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from rankwise.errors import InvalidTypeError
+
+
+def call_callbacks(callbacks: Iterable[object], hook_name: str, *args: Any, **kwargs: Any) -> None:
+    """Call a method of each callback that has it, with those of the keyword arguments that it takes.
+
+    Raises:
+        InvalidTypeError: for an attribute of this name that cannot be called.
+    """
+    for callback in callbacks:
+        hook = getattr(callback, hook_name, None)
+        if hook is None:
+            continue
+        if not callable(hook):
+            name = f"{type(callback).__name__}.{hook_name}"
+            raise InvalidTypeError(argument=name, value=hook, expected="a method")
+        hook(*args, **_taken(hook, kwargs))
+
+
+def _taken(hook: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments that a method takes."""
+    try:
+        parameters = inspect.signature(hook).parameters
+    except (TypeError, ValueError):  # written in C
+        return kwargs
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return kwargs
+    return {name: value for name, value in kwargs.items() if name in parameters}
