@@ -24,7 +24,7 @@ _RANK = "[0-9]{1,9}"
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Used until a strategy is bound. mpirun's variables come before those of the batch job around it.
+# Used until a strategy is bound. mpirun's variables take precedence over the batch job's around it.
 _RANK_VARIABLES = (
     "RANK",
     "LOCAL_RANK",

@@ -125,7 +125,7 @@ def mixed_seed(*numbers: int) -> int:
 
 
 def seed_process(seed: int, device: torch.device = _CPU) -> None:
-    """Seed Python, NumPy (if loaded), torch's CPU generator and that of `device`."""
+    """Seed Python, NumPy (if loaded), torch's CPU generator and `device`'s generator."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         with torch.cuda.device(device):

@@ -389,7 +389,7 @@ class ModelCheckpoint(MonitoringCallback):
         return superseded
 
     def _new_path(self, trainer: Trainer) -> str:
-        """Return an unused path, or that of the file that will be replaced."""
+        """Return an unused path, or the path of the file that will be replaced."""
         worst, is_full = self.kth_best_model_path, len(self.best_k_models) == self.save_top_k
         replaced = (worst,) if is_full and self.owns(worst, trainer.strategy) else ()
         return self._unused(trainer, self._file_name(trainer), replaced)

@@ -175,7 +175,7 @@ class StochasticWeightAveraging(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, module: TrainingModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep the states of the module's schedulers; that of the other one is this callback's."""
+        """Keep the states of the module's schedulers; the other scheduler's state is this callback's."""
         if self._scheduler is not None and "lr_schedulers" in checkpoint:
             checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in self._replaced]
 

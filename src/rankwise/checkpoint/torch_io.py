@@ -27,7 +27,7 @@ from rankwise.paths import expanded_path
 from rankwise.processes.signals import reraise_from_handler
 
 _MAX_NAMED = 5
-_MAX_PLACES = 1 << 24  # beside those of values that occur once
+_MAX_PLACES = 1 << 24  # beside the places of values that occur once
 _MAX_REPEATED = 1 << 30  # bytes, as of a mask that is expanded over a batch
 _SCALARS = {bool, int, float, complex, str, bytes, type(None)}
 # Loaded in addition to what torch loads. They only hold values, and are among Lightning's hyperparameters.

@@ -38,8 +38,8 @@ _KEPT: Mapping[str, tuple[str, ...]] = {
 def classes_lent(trainer: object, given: Iterable[Any], classes: Mapping[str, type]) -> Iterator[None]:
     """Temporarily add rankwise's base class to modules and data modules that derive from Lightning's.
 
-    Methods of the user stay; rankwise's methods override those of Lightning's base class. After the block
-    the objects have their previous class, and no trainer. Other objects do not change.
+    Methods of the user stay; rankwise's methods override the methods of Lightning's base class. After the
+    block the objects have their previous class, and no trainer. Other objects do not change.
 
     Args:
         trainer: their trainer in the block.

@@ -270,7 +270,7 @@ class BatchSizes(NamedTuple):
 
 
 def batch_sizes(loader: Any) -> BatchSizes | None:
-    """Return the batch sizes of a `DataLoader` with indices; None if a rank cannot compute those of others.
+    """Return the batch sizes of a `DataLoader` with indices; None if a rank cannot compute the others'.
 
     Call it after `set_epoch`, because it draws the batches of a user's own batch sampler for the epoch.
     Batches are counted from the epoch's first one, also if the loader starts at a later one.

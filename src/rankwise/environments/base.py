@@ -128,7 +128,7 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
 
     @property
     def creates_processes_externally(self) -> bool:
-        """Whether the launcher starts all processes; otherwise the strategy starts those of this node."""
+        """Whether the launcher starts all processes; otherwise the strategy starts this node's."""
         return True
 
     @property

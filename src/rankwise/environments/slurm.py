@@ -37,7 +37,7 @@ _COUNT = r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?"
 
 @final
 class SlurmEnvironment(ClusterEnvironment):
-    """A task of a Slurm step; it reads the step's variables only, not those of the allocation.
+    """A task of a Slurm step; it reads the step's variables only, not the allocation's.
 
     The variables of an allocation (`SLURM_NTASKS`, `SLURM_JOB_NAME`, ...) describe what a job may use, not
     what runs: a batch script, a shell in an allocation and a notebook are one process each. In a step of a
@@ -47,7 +47,7 @@ class SlurmEnvironment(ClusterEnvironment):
     the ids of job and step).
 
     Args:
-        environ: the variables; by default those of the process.
+        environ: the variables; by default the process's.
         requeue_signal: the signal that announces the time limit, as with `sbatch --signal=USR1@90`; None for
             no signal.
         auto_requeue: whether the job is put back into the queue after training has stopped for that signal,

@@ -27,7 +27,7 @@ _FORWARD_METHODS = ("training_step", "validation_step", "test_step", "predict_st
 class FabricModule(nn.Module):
     """A module that `Fabric.setup` has set up: calls go through the strategy's wrapper and the precision.
 
-    Attributes, parameters, submodules and `state_dict` are those of the user's module, without a prefix; what
+    Attributes, parameters, submodules and `state_dict` are the user's module's, without a prefix; what
     is assigned is assigned there. A copy, also by pickle, is a copy of the user's module.
 
     Without gradients (`torch.no_grad()`) a call runs the user's module itself, so that ranks may evaluate

@@ -52,7 +52,7 @@ _REQUESTS_S, _REQUEST_OF_A_RANK_S = 1.5, 0.001
 _COLLECT_S = 0.5
 # How long the host of the store keeps it, so that the other ranks can read what has failed.
 _READ_TIMEOUT = timedelta(seconds=1)
-# How long a rank that is done waits for those of other nodes.
+# How long a rank that is done waits for ranks of other nodes.
 _LONGEST_WAIT = timedelta(minutes=10)
 # A slow resolver delays a connection to a TCPStore by 5 s.
 _CONNECT_TIMEOUT = timedelta(seconds=12)

@@ -50,7 +50,7 @@ class FailureRecord:
         is_consequence: whether another rank's failure, or the supervisor's stop, has caused this one.
         is_timeout: whether other ranks did not come in time, to a collective or in the store.
         heartbeat: this rank's own when it failed.
-        has_met: whether this rank had met those of other nodes, and so could publish its failure itself.
+        has_met: whether this rank had met the ranks of other nodes, and so could publish its failure itself.
         host: the node's name; a record is made on the node of its rank.
     """
 

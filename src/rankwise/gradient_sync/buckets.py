@@ -185,7 +185,7 @@ def concatenated_gradients(parameters: Sequence[Tensor], *tail: Tensor) -> Tenso
 
 
 def write_means(parameters: Sequence[Tensor], flat: Tensor, exists: Iterable[float]) -> None:
-    """Copy flat averaged gradients into those of `parameters`, where `exists` is not 0."""
+    """Copy flat averaged gradients into the gradients of `parameters` for which `exists` is not 0."""
     targets, sources = [], []
     means = _unflatten_dense_tensors(flat, parameters)
     for parameter, mean, flag in zip(parameters, means, exists, strict=False):

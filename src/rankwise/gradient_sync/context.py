@@ -34,7 +34,7 @@ def gradient_sync_context(
 
     Args:
         module: the wrapped module.
-        optimizers: `forced_sync` also averages those of their parameters that the module does not list.
+        optimizers: `forced_sync` also averages their parameters that the module does not list.
         is_final_microbatch: whether the optimizers step next.
         mode: when gradients are averaged.
         group: for a module that is not wrapped, the ranks to average over; all of them by default.

@@ -133,7 +133,7 @@ def averaged(group: Any, tensor: torch.Tensor) -> torch.futures.Future[torch.Ten
 @final
 @dataclass(frozen=True)
 class CastHook:
-    """Runs another hook on a bucket in `dtype`; sparse gradients keep theirs."""
+    """Runs another hook on a bucket in `dtype`; sparse gradients keep their dtype."""
 
     dtype: torch.dtype
     hook: CommHookFunction

@@ -213,7 +213,7 @@ class WeightCarrier:
         self._probe = used[-1]  # the loss does not use the previous one, as with static_graph=True
 
     def divide(self, others: Iterable[Tensor] = ()) -> None:
-        """End a window: divide its gradients, and those of other parameters, by the mean of its weights."""
+        """End a window: divide its gradients, and other parameters' gradients, by the mean of its weights."""
         total: Any = self.total.grad
         mean = total.item() if total.is_cpu else total.clone()
         self._weights.store_mean(mean)

@@ -314,7 +314,7 @@ class CallerLauncher(Launcher):
 
     @abstractmethod
     def running(self, rendezvous: str) -> AbstractContextManager[RankRun]:
-        """Return the block in which this process is a rank of the next job; errors are those of `launch`."""
+        """Return the block in which this process is a rank of the next job; raises as `launch` does."""
 
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Run `entry` as this process's rank, wait for the others; see `Launcher.launch`."""

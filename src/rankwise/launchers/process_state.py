@@ -108,7 +108,7 @@ class ProcessState:
     def take_over(self) -> None:
         """Give this process the state.
 
-        Mutates: torch's flags that differ, and the random state; that of its devices is seeded.
+        Mutates: torch's flags that differ, and the random state; the devices' generators are seeded.
         """
         for name, value in self.flags.items():
             get, put = _FLAGS[name]

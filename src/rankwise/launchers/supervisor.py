@@ -326,10 +326,11 @@ class Supervisor:
 
     @contextmanager
     def handle_signals(self) -> Iterator[None]:
-        """Act on Ctrl-C, SIGTERM and SIGHUP at once in the block; then raise what they mean, if nothing was.
+        """Act on Ctrl-C, SIGTERM and SIGHUP at once in the block; then raise the signal's exception, if any.
 
-        A rank 0 in this process may be blocked in a collective, whose peers must end first. It gets the
-        `KeyboardInterrupt` of a Ctrl-C outside of its loop; where there is no rank here, `wait_job` raises.
+        A rank 0 in this process may be blocked in a collective until its peers have ended. It gets the
+        `KeyboardInterrupt` of a Ctrl-C outside of its loop. Without a rank in this process, `wait_job` raises
+        it.
         """
         self._last_signal = None
         has_rank_here = any(worker.process is None for worker in self._workers)

@@ -106,7 +106,7 @@ class StragglerMonitor(_Reporter):
 
     Each rank writes its heartbeat into the store at intervals; rank zero reads and reports.
 
-    `identities` are those of all ranks, by global rank. With `is_supervised` a supervisor reports the
+    `identities` has all ranks, by global rank. With `is_supervised` a supervisor reports the
     stragglers of this node for which other ranks of it wait.
     """
 

@@ -213,7 +213,7 @@ class _Pickler(pickle.Pickler):
             self._modules, self._parts = outer._modules, outer._parts
 
     def _packed_part(self, value: object) -> tuple[int, bytes]:
-        """Return the number of a part, and its pickle or that of an `Unreadable`."""
+        """Return the number of a part, and its pickle or an `Unreadable`'s."""
         number, count, stream = len(self._parts), len(self.storages), io.BytesIO()
         self._parts.append(value)
         try:

@@ -54,7 +54,7 @@ class Placement:
     """Where the ranks of a job run.
 
     Attributes:
-        ranks: of this process; in a main process that is not a rank, those of local rank 0.
+        ranks: of this process; in a main process that is not a rank, local rank 0's.
         devices: the device of each local rank.
         environment: which launcher started this process.
         launcher: starts the local ranks; None in a process to which the strategy was sent as a pickle.
@@ -209,7 +209,7 @@ def place_on_node(environment: ClusterEnvironment, local_world_size: int, num_no
 
 
 def ranks_on_node(own: RankInfo) -> tuple[RankInfo, ...]:
-    """Return the ranks of all processes of this node, given those of one."""
+    """Return the ranks of all processes of this node, given the ranks of one."""
     first = own.global_rank - own.local_rank
     return tuple(
         replace(own, global_rank=first + local_rank, local_rank=local_rank)

@@ -251,7 +251,7 @@ def collect_callbacks(
 
 
 def with_module_callbacks(callbacks: list[Callback], returned: Any, added: set[type]) -> list[Callback]:
-    """Return the trainer's callbacks and those of `configure_callbacks`, which replace some; see there.
+    """Return the trainer's callbacks and the ones of `configure_callbacks`, which replace some; see there.
 
     Those whose types are among `added` are not added again; mutates `added`.
     """

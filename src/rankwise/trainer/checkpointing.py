@@ -110,7 +110,7 @@ class CheckpointFiles:
 
     @property
     def folders(self) -> list[Path]:
-        """The folders of all `ModelCheckpoint` callbacks; for one without `dirpath`, those of all runs."""
+        """The folders of all `ModelCheckpoint` callbacks; if one lacks `dirpath`, the folders of all runs."""
         chosen = [Path(saving.dirpath) for saving in self._saving if saving.dirpath is not None]
         if len(chosen) == len(self._saving):
             return chosen
@@ -462,7 +462,7 @@ def restore_training(context: LoopContext, checkpoint: dict[str, Any]) -> RankSt
 
 
 def _restore_from_lightning(context: LoopContext, saved: LightningState) -> None:
-    """Restore what Lightning's checkpoints have in common with those of this library; warn of the rest."""
+    """Restore the state that Lightning's and rankwise's checkpoints have in common; warn of the rest."""
     context.state.progress = Progress(
         current_epoch=saved.epoch,
         global_step=saved.global_step,

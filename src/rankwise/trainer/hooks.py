@@ -405,7 +405,7 @@ class Hooks:
 
     Which of them define a hook is decided at its first call, and again when the list of callbacks changes; a
     hook that nobody defines costs a look-up. In hooks all ranks draw the same random numbers. Hooks of
-    training batches are not called for a padding step, except those of rankwise's callbacks.
+    training batches are not called for a padding step, except the hooks of rankwise's callbacks.
     """
 
     trainer: Trainer

@@ -282,7 +282,7 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
             batch_size: the weight of this value in a mean; by default the number of samples in the batch.
             metric_attribute: the name of the submodule that is the metric object, which is found without it.
             rank_zero_only: whether only global rank 0 logs it. The other ranks need not call this, and get an
-                epoch's value, but not those of steps.
+                epoch's value, but not the steps' values.
 
         Collective: with `sync_dist`, every rank must log the same names in the same steps.
 

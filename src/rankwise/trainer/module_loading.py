@@ -108,7 +108,7 @@ def load_data_module_from_checkpoint(
 ) -> T:
     """Build a data module from a checkpoint of this library, or from Lightning's, and load its state.
 
-    Arguments and errors are those of `TrainingModule.load_from_checkpoint`, without `strict`.
+    Arguments and errors are the same as in `TrainingModule.load_from_checkpoint`, without `strict`.
     """
     path, checkpoint = _read(checkpoint_path, map_location, weights_only)
     datamodule: Any = _built(kind, checkpoint, path, hparams_file, DATA_MODULE_KEYS, kwargs)

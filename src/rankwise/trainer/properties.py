@@ -62,7 +62,7 @@ def _num_batches(phase: str) -> Any:
 def _loaders(phase: str) -> Any:
     """Return a property: this rank's part of the loaders of `phase`, in the containers they were given in.
 
-    They are those of the last stage; None in a process in which it did not run.
+    They are the last stage's; None in a process in which it did not run.
     """
     return property(lambda trainer: trainer._stage.loaders.get(phase))
 
@@ -320,7 +320,7 @@ class TrainerProperties:
         return self.state.status == TrainerStatus.INTERRUPTED
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on local rank 0 of each node; arguments are those of `print`."""
+        """Print on local rank 0 of each node; takes the arguments of `print`."""
         if self.local_rank == 0:
             print(*args, **kwargs)  # noqa: T201  what the method is for
 

@@ -239,7 +239,7 @@ class TrainerState:
         self.stage, self.status = None, status
 
     def begin_stage(self, name: StageName) -> None:
-        """Forget the metrics of the stage before; a fit that continues has those of the fit."""
+        """Forget the metrics of the stage before; a fit that continues keeps its own."""
         self.metrics = self.fit_metrics if name == "fit" else PublishedMetrics()
 
 

@@ -520,7 +520,7 @@ class Trainer(TrainerProperties):
             check_loaders(stage.name, phase, given, self.options, self.world_size)
 
     def _add_callbacks_of(self, model: TrainingModule) -> None:
-        """Add the callbacks that the module configures; those of types that it had added before stay."""
+        """Add the callbacks that the module configures; callbacks of types that it had added before stay."""
         if self._is_trial:
             return
         if self._configured is None or self._configured[0] is not model:

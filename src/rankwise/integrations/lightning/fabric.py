@@ -44,7 +44,7 @@ class FabricLauncher(RankwiseLauncher):
 
 
 class RankwiseFabricStrategy(OnRankwise, FabricDDPStrategy):
-    """Fabric's DDP strategy on rankwise. Arguments, attributes and errors are those of `OnRankwise`."""
+    """Fabric's DDP strategy on rankwise. `OnRankwise` documents arguments, attributes and errors."""
 
     precision_argument = "precision"
     launcher_type = FabricLauncher

@@ -51,7 +51,7 @@ class TrainerLauncher(RankwiseLauncher):
 
 
 class RankwiseStrategy(OnRankwise, LightningDDPStrategy):
-    """The Trainer's DDP strategy on rankwise. Arguments, attributes and errors are those of `OnRankwise`.
+    """The Trainer's DDP strategy on rankwise. `OnRankwise` documents arguments, attributes and errors.
 
     A failure of any rank is raised as rankwise's own exception, with the traceback of the rank that failed
     first, after all other ranks have ended.

@@ -109,7 +109,7 @@ class BatchSchedule:
                 raise UnevenInputsError(f"Training loader {number} of several", shown)
 
     def batch_sizes(self) -> BatchSizes | None:
-        """Return the sizes of all ranks' batches; None if a rank cannot compute those of others."""
+        """Return the sizes of all ranks' batches; None if a rank cannot compute the others'."""
         return self._share.batch_sizes()
 
     def batches(self, own: Iterator[Any], done: int = 0) -> Batches:

@@ -33,7 +33,7 @@ class Validation:
     """Validate within a fit when that is due: after so many batches or so much time, at the epoch's end.
 
     Args:
-        context: that of the fit.
+        context: of the fit.
         schedule: the training batches.
         loop: validates; None where the loaders are asked for only when the first validation falls due.
         make_loop: asks for the loaders, and returns a new loop.
