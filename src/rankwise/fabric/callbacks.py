@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from rankwise.errors import InvalidTypeError
+from rankwise.checks import check_callable
 
 
 def call_callbacks(callbacks: Iterable[object], hook_name: str, *args: Any, **kwargs: Any) -> None:
@@ -19,9 +19,7 @@ def call_callbacks(callbacks: Iterable[object], hook_name: str, *args: Any, **kw
         hook = getattr(callback, hook_name, None)
         if hook is None:
             continue
-        if not callable(hook):
-            name = f"{type(callback).__name__}.{hook_name}"
-            raise InvalidTypeError(argument=name, value=hook, expected="a method")
+        check_callable(f"{type(callback).__name__}.{hook_name}", hook, "a method")
         hook(*args, **_taken(hook, kwargs))
 
 

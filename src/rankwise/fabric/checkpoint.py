@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rankwise.checkpoint.base import restored_from
+from rankwise.checks import check_callable, check_is_a
 from rankwise.errors import CheckpointError, ConfigurationError, InvalidTypeError
 from rankwise.fabric.data_loader import FabricDataLoader
 from rankwise.fabric.module import FabricModule
@@ -23,8 +24,7 @@ Filters = Mapping[str, Callable[[str, Any], bool]]
 
 def check_filters(filters: Any, state: Mapping[str, Any]) -> None:
     """Raise unless `filters` are functions, by keys of `state`."""
-    if not isinstance(filters, Mapping):
-        raise InvalidTypeError(argument="filter", value=filters, expected="a dictionary of functions")
+    check_is_a("filter", filters, Mapping, "a dictionary of functions")
     for key, function in filters.items():
         if key not in state:
             raise ConfigurationError(
@@ -32,9 +32,8 @@ def check_filters(filters: Any, state: Mapping[str, Any]) -> None:
                 facts=f"state has {', '.join(map(repr, state))}.",
                 remedy="give a filter for a part of the state.",
             )
-        if not callable(function):
-            expected = "a function that takes a name and a value, and returns a bool"
-            raise InvalidTypeError(argument=f"filter[{key!r}]", value=function, expected=expected)
+        expected = "a function that takes a name and a value, and returns a bool"
+        check_callable(f"filter[{key!r}]", function, expected)
 
 
 def checkpoint_of(strategy: Strategy, state: Mapping[str, Any], filters: Filters) -> dict[str, Any]:

@@ -15,13 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from rankwise.checks import check_choice, check_is_a, checked_list
+from rankwise.checks import check_choice, check_is_a, check_keywords, check_value, checked_list
 from rankwise.compatibility.names import FABRIC_ATTRIBUTES, missing_attributes
 from rankwise.errors import (
     ConfigurationError,
-    InvalidArgumentError,
     LifecycleError,
-    UnknownArgumentError,
 )
 from rankwise.fabric.backward import BackwardChecks
 from rankwise.fabric.callbacks import call_callbacks
@@ -278,9 +276,8 @@ class Fabric:
         self._check_launched("setup()")
         _check_not_set_up("module", [module], nn.Module, FabricModule)
         original = uncompiled(module)
-        if not _reapply_compile and original is not module:
-            expected = "True: a compiled module is compiled within its wrapper"
-            raise InvalidArgumentError(argument="_reapply_compile", value=False, expected=expected)
+        expected = "True: a compiled module is compiled within its wrapper"
+        check_value("_reapply_compile", False, _reapply_compile or original is module, expected)
         elsewhere = [name for name, each in original.named_parameters() if each.device != self.device]
         if elsewhere and not move_to_device:
             raise ConfigurationError(
@@ -388,8 +385,7 @@ class Fabric:
         """
         self._check_launched("backward()")
         options = {**dict(zip(_BACKWARD, args, strict=False)), **kwargs}
-        for name in options.keys() - set(_BACKWARD):
-            raise UnknownArgumentError(target="Fabric.backward()", name=name, known=(*_BACKWARD, "weight"))
+        check_keywords("Fabric.backward()", options, (*_BACKWARD, "weight"))
         with self._checks.running(weight):
             loss = tensor if weight is None else self.strategy.weighted_loss(tensor, weight)
             self.strategy.backward(loss, **options)
@@ -593,6 +589,5 @@ def _check_not_set_up(name: str, values: Iterable[object], kind: type, wrapper: 
     """Raise unless the user's own objects are given; an object that was set up before is refused."""
     for value in values:
         check_is_a(name, value, kind)
-        if isinstance(value, wrapper):
-            expected = f"one that was not set up before: {name}s are set up once"
-            raise InvalidArgumentError(argument=name, value=type(value).__name__, expected=expected)
+        expected = f"one that was not set up before: {name}s are set up once"
+        check_value(name, type(value).__name__, not isinstance(value, wrapper), expected)

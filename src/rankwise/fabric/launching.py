@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from rankwise.checks import check_callable, check_value
 from rankwise.errors import InvalidTypeError
 from rankwise.strategies import Strategy
 from rankwise.strategies.agreement import share_states
@@ -50,10 +51,8 @@ def _call_run(fabric: Any, *args: Any, **kwargs: Any) -> Any:
 
 def check_function(function: Any) -> None:
     """Raise InvalidTypeError unless `function` can be called with a Fabric."""
-    if not callable(function):
-        remedy = "launch(main), not launch(main())"
-        expected = "a function that takes the Fabric"
-        raise InvalidTypeError(argument="function", value=function, expected=expected, remedy=remedy)
-    if not inspect.signature(function).parameters:
-        expected = "a function that takes the Fabric as its first argument"
-        raise InvalidTypeError(argument="function", value=function, expected=expected)
+    remedy = "launch(main), not launch(main())"
+    check_callable("function", function, "a function that takes the Fabric", remedy)
+    parameters = inspect.signature(function).parameters
+    expected = "a function that takes the Fabric as its first argument"
+    check_value("function", function, parameters, expected, error=InvalidTypeError)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self
 
-from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError
+from rankwise.checks import check_is_a, check_value
+from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync.parameters import share_buffers
 from rankwise.nested import map_tensors
 from rankwise.precision import Precision
@@ -94,12 +95,11 @@ class FabricModule(nn.Module):
             InvalidTypeError: for anything else than a method or its name.
             InvalidArgumentError: for `forward` itself, and for a name that is not a method of the module.
         """
-        if not isinstance(method, (MethodType, str)):
-            raise InvalidTypeError(argument="method", value=method, expected="a method or its name")
+        check_is_a("method", method, (MethodType, str), "a method or its name")
         name = method if isinstance(method, str) else method.__name__
-        if name == "forward" or not inspect.ismethod(getattr(self.module, name, None)):
-            expected = f"the name of a method of {type(self.module).__name__}, other than forward"
-            raise InvalidArgumentError(argument="method", value=name, expected=expected)
+        is_method = name != "forward" and inspect.ismethod(getattr(self.module, name, None))
+        expected = f"the name of a method of {type(self.module).__name__}, other than forward"
+        check_value("method", name, is_method, expected)
         self.__dict__["_forward_methods"].add(name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,9 +114,8 @@ class FabricModule(nn.Module):
         Raises:
             InvalidArgumentError: with `assign=True`, which would replace the parameters.
         """
-        if assign:
-            expected = "False: the wrapper and the optimizers have the parameters that exist"
-            raise InvalidArgumentError(argument="assign", value=assign, expected=expected)
+        expected = "False: the wrapper and the optimizers have the parameters that exist"
+        check_value("assign", assign, not assign, expected)
         result = self.module.load_state_dict(state_dict, strict=strict)
         self.__dict__["_strategy"].precision.reload_weights()
         return result
@@ -197,10 +196,9 @@ def _same(module: nn.Module) -> nn.Module:
     return module
 
 
-def check_set_up(module: object) -> FabricModule:
+def check_set_up(module: Any) -> FabricModule:
     """Return a module that was set up; refuse any other."""
-    if isinstance(module, FabricModule):
-        return module
     remedy = "module = fabric.setup(module)"
-    expected = "what Fabric.setup() returned"
-    raise InvalidTypeError(argument="module", value=module, expected=expected, remedy=remedy)
+    check_is_a("module", module, FabricModule, "what Fabric.setup() returned", remedy)
+    checked: FabricModule = module
+    return checked

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from typing_extensions import Self
 
-from rankwise.errors import InvalidTypeError
+from rankwise.checks import check_is_a
 from rankwise.hyperparameters import HyperparametersMixin
 from rankwise.nested import contained, map_nested, walked
 from rankwise.trainer.data.data_hooks import DataHooks
@@ -118,9 +118,9 @@ class DataModule(HyperparametersMixin, DataHooks):
 def _check_datasets(argument: str, value: Any) -> None:
     """Raise InvalidTypeError unless a value is None, a data set, or a container of them."""
     for item in walked(value, lambda each: None if isinstance(each, Dataset) else contained(each)):
-        if item is not None and not isinstance(item, Dataset) and contained(item) is None:
+        if item is not None and contained(item) is None:
             expected = "a torch.utils.data.Dataset, or several in a list or dictionary"
-            raise InvalidTypeError(argument=argument, value=item, expected=expected)
+            check_is_a(argument, item, Dataset, expected)
 
 
 def _loaders(datasets: Any, *, is_shuffled: bool, batch_size: int, num_workers: int) -> Any:

@@ -22,7 +22,8 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, UnknownArgumentError
+from rankwise.checks import check_choice, check_keywords, check_minimum
+from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.gradient_sync.parameters import ParametersOf, parameters_of
 from rankwise.precision import configured_optimizers
 from rankwise.trainer.module import is_defined
@@ -68,10 +69,8 @@ class SchedulerConfig:
     reduce_on_plateau: bool = False
 
     def __post_init__(self) -> None:
-        if self.interval not in ("epoch", "step"):
-            raise InvalidArgumentError(argument="interval", value=self.interval, expected="'epoch' or 'step'")
-        if self.frequency < 1:
-            raise InvalidArgumentError(argument="frequency", value=self.frequency, expected="1 or more")
+        check_choice("interval", self.interval, ("epoch", "step"))
+        check_minimum("frequency", self.frequency, 1)
 
     @property
     def needs_metric(self) -> bool:
@@ -149,7 +148,7 @@ def _split(returned: Any) -> tuple[list[Any], list[Any]]:
         case None:
             return [], []
         case Mapping():
-            _check_keys(f"the dictionary of {_METHOD}", returned, _KEYS)
+            check_keywords(f"the dictionary of {_METHOD}", returned, _KEYS, _REMEDIES)
             scheduler = returned.get("lr_scheduler")
             if "monitor" in returned and not isinstance(scheduler, Mapping):
                 scheduler = {"scheduler": scheduler, "monitor": returned["monitor"]}
@@ -170,7 +169,7 @@ def _split(returned: Any) -> tuple[list[Any], list[Any]]:
 def _scheduler_config(given: Any, module: TrainingModule) -> SchedulerConfig:
     is_automatic = module.automatic_optimization
     options = given if isinstance(given, Mapping) else {"scheduler": given}
-    _check_keys(f"lr_scheduler in {_METHOD}", options, _SCHEDULER_KEYS)
+    check_keywords(f"lr_scheduler in {_METHOD}", options, _SCHEDULER_KEYS, _REMEDIES)
     config = SchedulerConfig(**{"scheduler": None, **options})
     _check_scheduler(config.scheduler, module)
     if is_automatic and config.needs_metric and config.monitor is None:
@@ -200,13 +199,6 @@ def _check_scheduler(scheduler: Any, module: TrainingModule) -> None:
             expected="a torch LRScheduler; or an object with state_dict() and load_state_dict(), in a module "
             "that defines lr_scheduler_step(scheduler, metric)",
         )
-
-
-def _check_keys(target: str, given: Mapping[Any, Any], known: tuple[str, ...]) -> None:
-    for key in given:
-        if key not in known:
-            remedy = _REMEDIES.get(str(key), "")
-            raise UnknownArgumentError(target=target, name=str(key), known=known, remedy=remedy)
 
 
 @final
