@@ -187,13 +187,13 @@ def updated(current: Any, value: Any) -> Any:
         current.clear()
         current.update(value)
     elif type(value) is Tensor:
-        return _with_contents(current, value)
+        return with_contents(current, value)
     else:
         return value
     return current
 
 
-def _with_contents(current: Tensor, value: Tensor) -> Tensor:
+def with_contents(current: Tensor, value: Tensor) -> Tensor:
     """Return `current` with the contents of `value`, if it can be changed in place; otherwise `value`."""
     if (current.shape, current.dtype) != (value.shape, value.dtype):
         return value

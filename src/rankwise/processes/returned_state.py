@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter
 from typing_extensions import Self
 
 from rankwise.nested import map_tensors
-from rankwise.processes.changed_attributes import AttributesBefore, ObjectState, updated
+from rankwise.processes.changed_attributes import AttributesBefore, ObjectState, updated, with_contents
 from rankwise.processes.memory_file import Parts, Unreadable, send_by_name
 from rankwise.processes.parametrized_modules import kind_of, set_kind
 
@@ -26,12 +25,13 @@ class KnownToCaller:
     Attributes:
         module: the module.
         owners: the objects that the stage may give other attributes, by the names that warnings have.
-        named: all objects that are sent by name, with `others`.
+        others: objects that are only sent by name.
+        named: all objects that are sent by name.
     """
 
     def __init__(self, module: nn.Module, owners: Mapping[str, object], others: Mapping[str, object]) -> None:
         self.module = module
-        self.owners = owners
+        self.owners, self.others = owners, others
         self.named = {
             **named_parts(module),
             **others,
@@ -66,9 +66,19 @@ class ReturnedState:
     def __init__(self, before: StateBefore, parts: Mapping[str, Callable[[], Any]]) -> None:
         known = before.known
         send_by_name(known.named)
-        self._module = _ModuleState(known.module, before)
+        present = set(map(id, known.module.modules()))
+        submodules = {
+            name: part
+            for name, part in before.parts.items()
+            if isinstance(part, nn.Module) and id(part) in present
+        }
+        self._values = Parts(
+            {name: _value_of(part) for name, part in before.parts.items() if isinstance(part, nn.Parameter)}
+        )
+        self._members = {name: _Members(part) for name, part in submodules.items()}  # has all new submodules
         self._attributes = {
-            name: ObjectState(owner, before.attributes[id(owner)]) for name, owner in known.owners.items()
+            name: ObjectState(owner, before.attributes[id(owner)])
+            for name, owner in {**submodules, **known.owners}.items()
         }
         self._parts = Parts({name: captured(part) for name, part in parts.items()})
 
@@ -84,14 +94,20 @@ class ReturnedState:
         Returns:
             The names of the other parts that could not be returned.
         """
+        parts: dict[str, Any] = named_parts(known.module)
         with _NotReturned() as lost:
-            self._module.restore(known.module, lost)
-            for name, attributes in self._attributes.items():
-                lost.unless(
-                    f"attributes of {name}",
-                    attributes,
-                    partial(ObjectState.give_to, owner=known.owners[name]),
+            for name, value in self._values.items():
+                if value is not None:
+                    lost.unless(name, value, partial(_put, parts[name]))
+            for name, members in self._members.items():
+                attributes = self._attributes[name]
+                give_all = partial(
+                    _Members.give_to, module=parts[name], name=name, lost=lost, attributes=attributes
                 )
+                lost.unless(name, members, give_all)
+            for name, owner in known.owners.items():
+                give_attributes = partial(ObjectState.give_to, owner=owner)
+                lost.unless(f"attributes of {name}", self._attributes[name], give_attributes)
             return {name for name, part in self._parts.items() if not lost.unless(name, part, give[name])}
 
 
@@ -111,36 +127,6 @@ def named_parts(module: nn.Module) -> dict[str, object]:
         **{f"module {name}": part for name, part in modules.items()},
         **{f"parameter {name}": part for name, part in module.named_parameters(remove_duplicate=False)},
     }
-
-
-@final
-class _ModuleState:
-    """The state of a module after a stage. Picklable if the parts of `before` are sent by name."""
-
-    def __init__(self, module: nn.Module, before: StateBefore) -> None:
-        present = set(map(id, module.modules()))
-        kept = {
-            name: part
-            for name, part in before.parts.items()
-            if isinstance(part, nn.Module) and id(part) in present
-        }
-        self._values = Parts(
-            {name: _value_of(part) for name, part in before.parts.items() if isinstance(part, nn.Parameter)}
-        )
-        self._members = {name: _Members(part) for name, part in kept.items()}  # has all new submodules
-        self._attributes = {
-            name: ObjectState(part, before.attributes[id(part)]) for name, part in kept.items()
-        }
-
-    def restore(self, module: nn.Module, lost: _NotReturned) -> None:
-        """Give it to the calling process's module; parameters and submodules stay the same objects."""
-        parts: dict[str, Any] = named_parts(module)
-        for name, value in self._values.items():
-            if value is not None:
-                lost.unless(name, value, partial(_put, parts[name]))
-        for name, members in self._members.items():
-            give = partial(members.give_to, parts[name], name, lost)
-            lost.unless(name, self._attributes[name], give)
 
 
 class _NotReturned:
@@ -243,11 +229,8 @@ def _put(parameter: nn.Parameter, new: tuple[Tensor, bool]) -> None:
     value, requires_grad = new
     if isinstance(parameter, UninitializedParameter):
         parameter.materialize(value.shape, dtype=value.dtype)
-    if parameter.shape != value.shape or parameter.dtype != value.dtype:
+    if with_contents(parameter, value) is not parameter:
         parameter.data = value  # the stage converted it
-    else:
-        with torch.no_grad():
-            parameter.copy_(value)
     parameter.requires_grad_(requires_grad)
 
 

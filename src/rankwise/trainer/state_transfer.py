@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor
 
+from rankwise.callbacks import Callback
 from rankwise.checkpoint.base import restored_from
 from rankwise.errors import CheckpointError
+from rankwise.loggers import Logger
 from rankwise.nested import to_device
 from rankwise.process_group.after_failure import is_after_failure
 from rankwise.processes.returned_state import KnownToCaller, ReturnedState, StateBefore, captured
@@ -34,40 +36,40 @@ _METRICS = {  # keys in checkpoints, and attributes of `PublishedMetrics`
     "logged_metrics": "logged",
     "_progress_bar_metrics": "progress_bar",
 }
+_WITH_STATE = (Callback, Logger)
 
 
 def known_to_caller(context: LoopContext) -> KnownToCaller:
     """Return the objects of a stage that the calling process also has."""
-    datamodule, loggers = context.datamodule, enumerate(context.loggers)
-    data = {} if datamodule is None else {"datamodule": datamodule}
-    return KnownToCaller(
-        context.module,
-        {**data, "profiler": context.profiler, **_by_kind(context.callbacks)},
-        {
-            "trainer": context.hooks.trainer,
-            "strategy": context.strategy,
-            **{f"logger {number}": logger for number, logger in loggers},
-        },
-    )
-
-
-def _by_kind(objects: list[Any]) -> dict[str, Any]:
-    """Return objects by the names of their classes, with numbers where a class has several."""
+    objects = [*context.callbacks, *context.loggers]
     kinds = [type(each).__name__ for each in objects]
-    return {
-        kind if kinds.count(kind) == 1 else f"{kind} {kinds[:number].count(kind) + 1}": objects[number]
+    names = [
+        kind if kinds.count(kind) == 1 else f"{kind} {kinds[:number].count(kind) + 1}"
         for number, kind in enumerate(kinds)
-    }
+    ]
+    owners = {"profiler": context.profiler, **dict(zip(names, context.callbacks, strict=False))}
+    if context.datamodule is not None:
+        owners = {"datamodule": context.datamodule, **owners}
+    loggers = dict(
+        zip(names[len(context.callbacks) :], context.loggers, strict=True)
+    )  # their state is enough
+    others = {"trainer": context.hooks.trainer, "strategy": context.strategy, **loggers}
+    return KnownToCaller(context.module, owners, others)
 
 
-def _with_states(context: LoopContext) -> dict[str, Any]:
+def state_before(context: LoopContext) -> StateBefore | None:
+    """Return the state when a stage starts, on each node's first rank; None on the others."""
+    return StateBefore(known_to_caller(context)) if context.strategy.local_rank == 0 else None
+
+
+def _with_states(known: KnownToCaller) -> dict[str, Any]:
     """Return the callbacks and loggers by the names of what is sent of them."""
-    objects = _by_kind([*context.callbacks, *context.loggers])
-    return {f"state of {name}": each for name, each in objects.items()}
+    objects = {**known.owners, **known.others}
+    return {f"state of {name}": each for name, each in objects.items() if isinstance(each, _WITH_STATE)}
 
 
-def capture(context: LoopContext, before: StateBefore) -> ReturnedState | None:
-    """Return the state on each node's first rank, for the calling process there; None on the others.
+def capture(context: LoopContext, before: StateBefore | None) -> ReturnedState | None:
+    """Return the state for the calling process on the rank that has `before`; None on the others.
 
     Moves the module to the CPU. Collective: every rank must call this, as sharded optimizers gather their
     state.
@@ -78,12 +80,12 @@ def capture(context: LoopContext, before: StateBefore) -> ReturnedState | None:
     comm_hooks = strategy.comm_hook_states()
     if strategy.num_nodes > 1:  # only global rank 0 has the whole state of a sharded optimizer
         optimizers = strategy.broadcast(optimizers)
-    if strategy.local_rank != 0:
+    if before is None:
         return None
     is_manual_fit = context.stage.name == "fit" and not module.automatic_optimization
     parts: dict[str, Callable[[], Any]] = {
         "progress and metrics": lambda: context.state,
-        **{name: each.state_dict for name, each in _with_states(context).items()},
+        **{name: each.state_dict for name, each in _with_states(before.known).items()},
         "communication hooks": lambda: comm_hooks,
         "optimizers": lambda: optimizers,
         "precision": strategy.precision.state_dict,
@@ -112,16 +114,16 @@ def restore(context: LoopContext, state: ReturnedState) -> None:
 
     A part that cannot be returned stays as it is, with a warning that names it.
     """
-    strategy = context.strategy
+    strategy, known = context.strategy, known_to_caller(context)
     give: dict[str, Callable[[Any], object]] = {
         "progress and metrics": partial(_restore_progress, context),
-        **{name: each.load_state_dict for name, each in _with_states(context).items()},
+        **{name: each.load_state_dict for name, each in _with_states(known).items()},
         "communication hooks": strategy.load_comm_hook_states,
         "optimizers": partial(_restore_optimizers, context),
         "precision": strategy.precision.load_state_dict,
         "gradients": partial(_restore_gradients, context),
     }
-    if "optimizers" in state.restore(known_to_caller(context), give):
+    if "optimizers" in state.restore(known, give):
         context.optimizer_set.forget()
 
 

@@ -14,7 +14,7 @@ from rankwise.errors import LifecycleError
 from rankwise.loggers.base import NoLogger
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.processes.memory_file import read_by_name
-from rankwise.processes.returned_state import ReturnedState, StateBefore
+from rankwise.processes.returned_state import ReturnedState
 from rankwise.processes.signals import StoppedBySignal
 from rankwise.profilers import Profiler, create_profiler
 from rankwise.registry import bound_strategy
@@ -34,7 +34,7 @@ from rankwise.trainer.module import TrainingModule, no_module
 from rankwise.trainer.properties import TrainerProperties
 from rankwise.trainer.stages import Stage, own_classes
 from rankwise.trainer.state import LoopContext, StageName, StageState, TrainerState, TrainerStatus
-from rankwise.trainer.state_transfer import capture, known_to_caller, restore
+from rankwise.trainer.state_transfer import capture, known_to_caller, restore, state_before
 
 if TYPE_CHECKING:
     from rankwise.loggers import Logger
@@ -586,14 +586,14 @@ def _run_on_rank(
 ) -> tuple[Any, ReturnedState | None]:
     """Run a stage on this rank; return its value, and the state for this node's caller. Collective."""
     context = trainer.enter_stage(strategy, model, stage.name)
-    before = StateBefore(known_to_caller(context)) if brings_state_back else None
+    before = state_before(context) if brings_state_back else None
     try:
         value = stage.run(context)
     except StoppedBySignal as stopped:
-        if before is not None and strategy.worker.channel is not None:  # torch's agent takes no values then
+        if brings_state_back and strategy.worker.channel is not None:  # torch's agent takes no values then
             stopped.value = None, capture(context, before)
         raise
     finally:
         trainer._stage = StageState(loaders=trainer._stage.loaders)
         report_phase("running")
-    return value, None if before is None else capture(context, before)
+    return value, capture(context, before) if brings_state_back else None

@@ -514,3 +514,30 @@ def test_module_is_copied_without_its_trainer(tmp_path: Path) -> None:
     trainer(tmp_path).fit(model, loader())
     assert copy.deepcopy(model)._trainer is None
     assert model._trainer is not None
+
+
+class Adding(Callback):
+    """Adds another callback of its kind when a fit starts."""
+
+    count = 0
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        trainer.callbacks = [Adding(), *trainer.callbacks]
+
+    def on_fit_end(self, trainer: Any, module: Any) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert state_dict == {"count": 1}
+
+
+def test_a_callback_that_a_stage_has_added(tmp_path: Path) -> None:
+    """The state of the callback that the caller has comes back."""
+    callback = Adding()
+    train = trainer(tmp_path, callbacks=callback)
+    fit_elsewhere(train, Line())
+    assert callback.count == 1
+    assert train.callbacks == [callback]

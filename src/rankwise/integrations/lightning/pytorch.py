@@ -100,7 +100,8 @@ def _run_in_worker(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> StageResult:
-    before = StateBefore(known_to_lightning(trainer, _data_module(trainer, *args, *kwargs.values())))
+    known = known_to_lightning(trainer, _data_module(trainer, *args, *kwargs.values()))
+    before = StateBefore(known) if trainer.local_rank == 0 else None
     value = function(*args, **kwargs)
     return StageResult.of(trainer, value, before)
 

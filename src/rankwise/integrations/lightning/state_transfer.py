@@ -99,11 +99,11 @@ class StageResult:
     state: ReturnedState | None
 
     @classmethod
-    def of(cls, trainer: Any, value: Any, before: StateBefore) -> StageResult:
+    def of(cls, trainer: Any, value: Any, before: StateBefore | None) -> StageResult:
         """Return the result of a stage that has returned `value`."""
         is_prediction = trainer.state.fn == TrainerFn.PREDICTING
         num_loaders = trainer.predict_loop.num_dataloaders if is_prediction and value is not None else 0
-        state = _capture(trainer, before) if trainer.local_rank == 0 else None
+        state = None if before is None else _capture(trainer, before)
         return cls(to_device(value, "cpu"), num_loaders, state)
 
 
