@@ -111,7 +111,9 @@ def check_local_changes(module: nn.Module) -> None:
 
 def _has_accumulate_hooks(parameter: Tensor) -> bool:
     hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return any(not str(getattr(hook, "__module__", "")).startswith("rankwise.") for hook in hooks.values())
+    return bool(hooks) and any(
+        not str(getattr(hook, "__module__", "")).startswith("rankwise.") for hook in hooks.values()
+    )
 
 
 def hooked_parameters(parameters: Iterable[Tensor]) -> list[Tensor]:

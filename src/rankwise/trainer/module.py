@@ -16,7 +16,7 @@ from rankwise import ranks
 from rankwise.checks import check_choice
 from rankwise.errors import InvalidArgumentError, InvalidTypeError, LifecycleError
 from rankwise.hyperparameters import HyperparametersMixin
-from rankwise.trainer.data.data_hooks import DataHooks, own_methods, undefined
+from rankwise.trainer.data.data_hooks import DataHooks, is_own, undefined
 from rankwise.trainer.metrics.metric_objects import items_of
 from rankwise.trainer.module_loading import LoadFromCheckpoint, load_from_checkpoint
 
@@ -553,4 +553,4 @@ def _one_or_all(items: list[Any]) -> Any:
 
 def is_defined(module: TrainingModule, method: str) -> bool:
     """Return whether a module overrides a method of `TrainingModule`. A value of None counts as undefined."""
-    return bool(own_methods(module, TrainingModule, [method]))
+    return is_own(module, TrainingModule, method)

@@ -74,17 +74,18 @@ def prepares_data(owner: DataHooks, local_rank: int, node_rank: int) -> bool:
 
 def own_methods(owner: object, base: type, methods: Iterable[str]) -> list[str]:
     """Return the names of the methods of `base` that an object overrides."""
-    own = []
-    for method in methods:
-        found = getattr(owner, method)
-        if found is not None and getattr(found, "__func__", found) is not getattr(base, method):
-            own.append(method)
-    return own
+    found = {method: getattr(owner, method) for method in methods}
+    return [
+        name
+        for name, method in found.items()
+        if method is not None and getattr(method, "__func__", method) is not getattr(base, name)
+    ]
 
 
 def is_own(owner: object, base: type, method: str) -> bool:
     """Return whether an object overrides a method of `base`. A value of None counts as undefined."""
-    return bool(own_methods(owner, base, [method]))
+    found = getattr(owner, method)
+    return found is not None and getattr(found, "__func__", found) is not getattr(base, method)
 
 
 def undefined(owner: object, method: str) -> ConfigurationError:
