@@ -83,7 +83,7 @@ def check_keywords(
 ) -> None:
     """Raise `UnknownArgumentError` unless `target` takes each of the `given` keywords.
 
-    `remedies` has what to do about some of those that it does not take.
+    `remedies` has the remedies for some of the names that it does not take.
     """
     known = tuple(known)
     for name in map(str, given):

@@ -93,7 +93,7 @@ class HyperparametersMixin:
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """A copy of the hyperparameters as they were saved; what was set in `hparams` later is not in it."""
+        """A copy of the hyperparameters as they were saved, without later changes of `hparams`."""
         return _snapshot(self._hyperparameter_record.initial)
 
     @property

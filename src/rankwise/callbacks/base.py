@@ -89,7 +89,7 @@ class Callback:
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Called after a training batch; `outputs` are what `training_step` returned, as a dictionary.
+        """Called after a training batch; `outputs` is the result of `training_step`, as a dictionary.
 
         Its `"loss"` is detached, and divided by `accumulate_grad_batches`.
         """

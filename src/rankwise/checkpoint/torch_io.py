@@ -204,7 +204,7 @@ def _repeated_bytes(tensor: torch.Tensor) -> int:
 
 
 def _parts(value: Any) -> list[Any] | None:
-    """Return what is in a container that `weights_only=True` loads; None for other values."""
+    """Return the items of a container that `weights_only=True` loads; None for other values."""
     if isinstance(value, dict):
         return [*value, *value.values()]
     if isinstance(value, (list, tuple, set, frozenset)):

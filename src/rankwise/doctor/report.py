@@ -42,7 +42,7 @@ class ReportPrinter:
     as_json: bool = False
 
     def announce(self, activity: str) -> None:
-        """Say what is being done, as it may take a while."""
+        """Print the current step, as it may take a while."""
         sys.stderr.write(f"doctor: {activity} ...\n")
         sys.stderr.flush()
 
@@ -78,7 +78,7 @@ class Report:
         self._print(sections)
 
     def announce(self, activity: str) -> None:
-        """Say what is being done, if this report is printed."""
+        """Print the current step, if this report is printed."""
         if self._printer is not None:
             self._printer.announce(activity)
 

@@ -65,7 +65,7 @@ def _state_of(strategy: Strategy, value: Any) -> Any:
 def restore_state(
     strategy: Strategy, path: str, checkpoint: dict[str, Any], state: dict[str, Any], *, strict: bool
 ) -> dict[str, Any]:
-    """Restore the objects in `state`, and replace its values; return what is left of the checkpoint.
+    """Restore the objects in `state`, and replace its values; return the rest of the checkpoint.
 
     Raises:
         CheckpointError: with `strict`, when the file lacks a part of the state; and when one does not fit.

@@ -156,7 +156,7 @@ class Fabric:
         launcher (torchrun) has started the processes; a second such call does nothing.
 
         Args:
-            function: what to run; it takes the Fabric first.
+            function: the function to run; it takes the Fabric first.
             args: its further arguments.
             kwargs: its keyword arguments.
 

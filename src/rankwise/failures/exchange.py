@@ -267,7 +267,7 @@ def _wait_until_read(store: dist.Store, ranks: Iterable[int]) -> None:
 def resolve_cause(
     error: BaseException, ranks: RankInfo, failure_exchange: FailureExchange | None
 ) -> tuple[BaseException, FailureRecord]:
-    """Return what this rank raises and what it reports; on several nodes both may be another rank's.
+    """Return this rank's exception and its record; on several nodes both may be another rank's.
 
     A failure of this rank's own is published to the other nodes. For a consequence of another rank's failure
     that failure is looked up. After a timeout the record has where the other ranks are.

@@ -191,7 +191,7 @@ class GradientSync:
         return self.track(module, group) if own.tracked is None else own.tracked
 
     def _before_forward(self, wrapped: DistributedDataParallel, args: object) -> None:
-        """Update what DDP averages, in a loop that does not use `context`."""
+        """Update the parameters that DDP averages, in a loop that does not use `context`."""
         own = self._modules.get(wrapped)
         is_reducing = wrapped.require_backward_grad_sync and torch.is_grad_enabled()
         if is_reducing and own is not None and own.tracked is not None and not own.tracked.is_checked:
@@ -205,7 +205,7 @@ class GradientSync:
         optimizers: Sequence[Optimizer] = (),
         parameters_of: ParametersOf = parameters_of,
     ) -> None:
-        """Update what is averaged, before a forward pass."""
+        """Update the set of averaged parameters, before a forward pass."""
         tracked.update(module, optimizers, parameters_of, partial(self._ids_elsewhere, module))
         is_by_ddp = self.mode is not GradientSyncMode.FORCED_SYNC
         if isinstance(module, DistributedDataParallel) and is_by_ddp and tracked.must_rebuild():

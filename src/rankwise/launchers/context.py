@@ -58,7 +58,7 @@ class Launcher(ABC):
         """Run `entry(worker)` once per local rank; return the values by global rank.
 
         Args:
-            entry: what to run; it sets up and tears down.
+            entry: the function to run; it sets up and tears down.
             described: the parts of `entry` by the names that error messages use for them.
             rendezvous: `"private"` or `"tcp"`; ignored where the processes exist already.
 

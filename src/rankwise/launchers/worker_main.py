@@ -65,7 +65,7 @@ class JobSpec:
 
 
 def bind_to_main_process() -> None:
-    """End what this process starts when it ends itself, and leave SIGINT to the main process."""
+    """End child processes when this process ends, and leave SIGINT to the main process."""
     parent_death.end_children_with_this_process()
     ignore_interrupts_in_workers()
 

@@ -75,7 +75,7 @@ class Logger(ABC):
         """Write buffered metrics."""
 
     def finalize(self, status: str) -> None:
-        """End a stage; `status` is `"success"` or `"failed"`. Write what is buffered."""
+        """End a stage; `status` is `"success"` or `"failed"`. Write buffered values."""
         self.save()
 
     def state_dict(self) -> dict[str, Any]:

@@ -181,7 +181,7 @@ class MLFlowLogger(Logger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Wait for what is being written."""
+        """Wait until pending values are written."""
         pending, self._pending = self._pending, []
         for request in pending:
             request.wait()

@@ -137,7 +137,7 @@ class TensorBoardLogger(RunFolderLogger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Close the event file; what is logged later goes to another one in the same folder."""
+        """Close the event file; later values go to another one in the same folder."""
         if self._writer is not None and self._writer_pid == os.getpid():
             self._writer.close()
         self._writer = None

@@ -203,7 +203,7 @@ class WandbLogger(Logger):
     log_text = log_table
 
     def save(self) -> None:
-        """Do nothing: W&B's own process has what was logged."""
+        """Do nothing: W&B's own process has the logged values."""
 
     @rank_zero_only
     def finalize(self, status: str) -> None:

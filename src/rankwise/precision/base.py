@@ -94,7 +94,7 @@ class Precision:
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any
     ) -> Any:
-        """Step the optimizer, with the `options` of its own `step`; return what that returns."""
+        """Step the optimizer, with the `options` of its own `step`; return its result."""
         return optimizer.step(**options) if closure is None else optimizer.step(closure, **options)
 
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
@@ -206,7 +206,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def gradient_values(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the gradients of `parameters`: of a sparse one its values, coalesced; nothing of empty ones.
 
-    Mutates: `parameter.grad` of sparse gradients; what is written to the tensors changes the gradients.
+    Mutates: `parameter.grad` of sparse gradients; writing to the tensors changes the gradients.
     """
     parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters]

@@ -1,7 +1,8 @@
 """Intercept this process's collectives before they run, whichever library calls them.
 
 Interception covers calls through torch.distributed's Python side: its functions, however they were imported,
-and what is built on them. It does not cover what C++ starts itself (a reducer without a communication hook).
+and what is built on them. It does not cover collectives that C++ starts itself (a reducer without a
+communication hook).
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def end_children_with_this_process() -> None:
 
 @contextmanager
 def children_end_with_parent() -> Iterator[None]:
-    """Do so for what is started in the block, and leave later children of this process alone."""
+    """Do so for processes that are started in the block, not for later children of this process."""
     global _users
     end_children_with_this_process()
     try:

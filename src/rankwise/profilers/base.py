@@ -48,7 +48,7 @@ class Profiler(ABC):
         """End the measurement of an action."""
 
     def summary(self) -> str:
-        """Return what was measured, as text; "" for nothing."""
+        """Return the measurements as text; "" for none."""
         return ""
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:

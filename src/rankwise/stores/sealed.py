@@ -156,7 +156,7 @@ class SealedStore(dist.Store):
 
 
 def seal(store: dist.Store, key: bytes) -> dist.Store:
-    """Return a store that refuses what is written without the key; the same one if nobody else can write."""
+    """Return a store that refuses values written without the key; the same store if nobody else can write."""
     is_safe = isinstance(store_below_prefixes(store), (*_PRIVATE, SealedStore))
     return store if is_safe else SealedStore(store, key)
 

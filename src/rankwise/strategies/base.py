@@ -267,7 +267,7 @@ class Strategy(WithParts, ABC):
         """Run `function(strategy, *args, **kwargs)` once per rank, after `bind` if that was not called.
 
         Args:
-            function: what to run.
+            function: the function to run.
             args: its further arguments.
             init_process_group: False leaves the process group to the function: every rank has torchrun's
                 environment variables, and `torch.distributed.init_process_group("env://")` works.

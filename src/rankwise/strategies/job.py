@@ -155,7 +155,7 @@ def _add_hint(error: BaseException) -> None:
 def launched_parts(
     strategy: object, function: object, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return what is launched by the names that error messages use for it."""
+    """Return the launched function and its arguments, by the names that error messages use."""
     arguments = {f"argument {index} ({type(arg).__name__})": arg for index, arg in enumerate(args)}
     named = {f"argument {name!r}": value for name, value in kwargs.items()}
     return {"the launched function": function, "the strategy": strategy, **arguments, **named}

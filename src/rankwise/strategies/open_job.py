@@ -74,7 +74,7 @@ class OpenJob:
         atexit.register(self._on_exit)
 
     def _end(self, error: BaseException | None) -> BaseException | None:
-        """End the job; return what has ended it: `error`, or what it was a consequence of."""
+        """End the job; return its cause: `error`, or the failure that `error` was a consequence of."""
         self.is_running = False
         try:
             if error is None:

@@ -49,7 +49,7 @@ def check_weights_only(value: Any) -> None:
 
 
 def _check_number(name: str, value: Any, minimum: int, *, kinds: Any = int, is_endless: bool = False) -> None:
-    """Refuse what is not a (whole) number from `minimum` on; with `is_endless`, -1 is allowed too."""
+    """Refuse values other than a (whole) number from `minimum` on; with `is_endless`, -1 is allowed too."""
     check_is_a(name, value, kinds, "a whole number" if kinds is int else "a number")
     is_valid = value >= minimum or (is_endless and value == -1)
     check_value(name, value, is_valid, f"{minimum} or more{', or -1 for no limit' if is_endless else ''}")

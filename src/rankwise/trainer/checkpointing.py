@@ -454,7 +454,7 @@ def restore_training(context: LoopContext, checkpoint: dict[str, Any]) -> RankSt
             raise CheckpointError(path=path, problem=f"does not fit the optimizers: {error}") from None
     with restored_from(path, "communication hooks"):
         context.strategy.load_comm_hook_states(checkpoint.get("comm_hooks", []))
-    with restored_from(path, "callbacks"):  # what they have loaded may not compare
+    with restored_from(path, "callbacks"):  # their loaded states may not be comparable
         context.state.should_stop = any(
             isinstance(callback, EarlyStopping) and callback.has_stopped for callback in context.callbacks
         )

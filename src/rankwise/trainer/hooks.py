@@ -37,8 +37,8 @@ class Hook:
 
     Attributes:
         name: the name of the method.
-        arguments: what it gets, in callbacks after `trainer, module`; those with a `?` only where they apply,
-            or if the method takes them.
+        arguments: its arguments, in callbacks after `trainer, module`; those with a `?` only where they
+            apply, or if the method takes them.
         moment: when it is called, and the default behaviour if there is any.
         owners: who may define it, in the order of the calls. If a data module and a module both define a hook
             with a return value, only the data module's is called.

@@ -274,7 +274,7 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
             on_epoch: whether the values are reduced over the epoch; by default in evaluation, and if
                 `on_step` is false.
             reduce_fx: `"mean"` (weighted by batch size), `"sum"`, `"min"` or `"max"`, or torch's function.
-            enable_graph: only False is accepted: what is logged has no gradients.
+            enable_graph: only False is accepted: logged values have no gradients.
             sync_dist: whether values are reduced over the ranks too; by default only those of an
                 evaluation's end. A metric object's step value is always this rank's.
             sync_dist_group: a process group of this rank, over which to reduce instead of all ranks.

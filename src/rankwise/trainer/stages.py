@@ -139,7 +139,7 @@ class Stage:
         seed: of this process; the trainer uses rank 0's, or the seed of the run that continues.
         stream: seed of the random numbers that are drawn in the stage; rank 0's counts.
         ckpt_path: a path, `"best"`, `"last"` or None; once found, a path or None.
-        checkpoint: what to load; None for nothing.
+        checkpoint: the checkpoint to load, or None.
     """
 
     name: StageName
@@ -300,7 +300,7 @@ class Stage:
             return newest is not None, newest or files.find(self.ckpt_path)
 
         is_newest, path = strategy.call_on_rank_zero(find)
-        if is_newest or path != self.ckpt_path:  # the job may have replaced what was loaded before it
+        if is_newest or path != self.ckpt_path:  # another one may have been loaded before the job
             self.ckpt_path, self.checkpoint = path, None
         with errors_shared(strategy):
             if path is not None:

@@ -251,7 +251,7 @@ class StageState:
     name: StageName | None = None
     phase: str | None = None  # "train", "validate", "test" or "predict"; None outside of the loops
     results: Results | None = None  # where the module logs to; None outside of the loops, and in prediction
-    epoch_results: Results | None = None  # what was logged in the current training epoch so far
+    epoch_results: Results | None = None  # logged in the current training epoch so far
     is_sanity_check: bool = False
     is_validation_due: bool = False  # whether a validation follows the training batch that runs, or has ended
     is_last_batch: bool = False  # of the training epoch
@@ -331,7 +331,7 @@ class LoopContext:
         return every is None or (self.state.progress.current_epoch + 1) % every == 0
 
     def show_so_far(self, results: Results, hook: str) -> None:
-        """Show what was logged by epoch to the hook at its end, if a rank has one. Collective."""
+        """Show the values logged by epoch to the hook at its end, if a rank has one. Collective."""
         is_read = self.hooks.is_before_metrics(hook)
         values = results.values_so_far(self.strategy, is_read=is_read)
         if is_read:

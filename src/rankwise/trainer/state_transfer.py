@@ -253,7 +253,7 @@ class RankState:
         set_states(metrics, merged(metrics, shares[self._strategy.global_rank]))
 
     def results(self) -> Results:
-        """Return what was logged in the epoch so far."""
+        """Return the values logged in the epoch so far."""
         results = Results(self._module, is_evaluation=False, global_rank=self._strategy.global_rank)
         with restored_from(self._source, "logged values"):
             for state in self._states:

@@ -129,7 +129,7 @@ class Trainer(TrainerProperties):
         order_seed: the seed of the order of training data: of its loader's generator, or `seed`.
         gradient_order: the trainable parameters' numbers, in the order in which a backward pass reaches them;
             empty where no sum depends on it: on two ranks, without a communication hook.
-        epoch_results: what was logged in the current training epoch so far.
+        epoch_results: the values logged in the current training epoch so far.
         callback_metrics: the last value of everything logged in this stage.
         logged_metrics: the last values of what loggers get.
         optimizers: the optimizers, once `fit` has created them; also after a fit in other processes. Sharded
@@ -473,7 +473,7 @@ class Trainer(TrainerProperties):
         return returned
 
     def _prepare_run(self, stage: Stage, model: TrainingModule) -> None:
-        """Let callbacks prepare a run before it begins; one that continues keeps what they have found."""
+        """Let callbacks prepare a run before it begins; a run that continues keeps their results."""
         preparing = [callback for callback in self.callbacks if isinstance(callback, PreparingCallback)]
         if not preparing or self.global_step > 0:
             return

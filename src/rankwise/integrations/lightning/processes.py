@@ -95,7 +95,7 @@ class RankwiseLauncher(_Launcher):
         return self._strategy.placement.environment.creates_processes_externally
 
     def kill(self, signum: int) -> None:
-        """Do nothing: rankwise's supervisor passes signals on, and ends what it has started."""
+        """Do nothing: rankwise's supervisor passes signals on, and ends the processes that it has started."""
 
 
 class OnRankwise:

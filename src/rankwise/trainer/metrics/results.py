@@ -132,7 +132,7 @@ class Results:
     Attributes:
         is_open: whether values can still be logged.
         object_states: the metric objects' states before the reset, for a fit that continues the epoch.
-        steps: what was logged by step in an evaluation, once `epoch_values` has reduced it.
+        steps: the values logged by step in an evaluation, once `epoch_values` has reduced them.
     """
 
     def __init__(self, module: nn.Module, *, is_evaluation: bool, global_rank: int = 0) -> None:
@@ -376,7 +376,7 @@ class Results:
                 self._objects[name] = _LoggedObject(own[dotted_name], Options(**options), is_restored=True)
 
     def step_values(self, strategy: Strategy, *, is_checked: bool) -> list[Reported]:
-        """Return what was logged by step since the last call; with `sync_dist=True` reduced over the ranks.
+        """Return the values logged by step since the last call; with `sync_dist=True` reduced over the ranks.
 
         Collective in an epoch's first step, with `is_checked`, and, if a rank had such a value in one of
         these, in all later steps. Raises when the ranks logged different names. If no rank had one, a value
@@ -408,7 +408,7 @@ class Results:
         return self._reported(fresh, "_step", {})
 
     def _fresh_steps(self) -> dict[str, _Metric]:
-        """Return what was logged by step since the last `step_values`."""
+        """Return the values logged by step since the last `step_values`."""
         metrics = {**self._metrics, **self._object_steps}
         return {name: each for name, each in metrics.items() if each.is_fresh and each.options.on_step}
 
@@ -471,7 +471,7 @@ class Results:
         return values
 
     def epoch_values(self, strategy: Strategy, *, is_continued: bool = False) -> list[Reported]:
-        """Return what was logged by epoch, reduced over the ranks with `sync_dist=True`.
+        """Return the values logged by epoch, reduced over the ranks with `sync_dist=True`.
 
         Resets metric objects; with `is_continued`, for a later fit, keeps their states. Nothing can be logged
         afterwards. Collective: every rank must call this, and raises when the ranks logged different names.
@@ -485,7 +485,7 @@ class Results:
         return values
 
     def _exchanged(self, strategy: Strategy, *, is_read: bool = False) -> tuple[list[Reported], bool]:
-        """Return what was logged by epoch, and whether `is_read` is true on any rank; see `epoch_values`."""
+        """Return the values logged by epoch, and whether `is_read` is true anywhere; see `epoch_values`."""
         own = {name: logged.part() for name, logged in self._metrics.items()}
         shared = {name: part for name, part in own.items() if part.options.is_gathered}
         synced = {name: self._with_history(name, part) for name, part in shared.items()}
