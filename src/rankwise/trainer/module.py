@@ -301,7 +301,7 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
         trainer = self.trainer
         if trainer.barebones:
             return
-        trainer.results.log(
+        trainer._stage.open_results.log(
             name,
             value,
             prog_bar,

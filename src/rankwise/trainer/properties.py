@@ -219,18 +219,6 @@ class TrainerProperties:
         return self._module
 
     @property
-    def results(self) -> Results:
-        """The values that are logged in the current loop."""
-        if self._stage.results is None:
-            raise LifecycleError(
-                call="self.log()",
-                state=self._stage.name or "no stage",
-                needed="a loop that reduces metrics",
-                remedy="log in the steps, or in hooks between on_train_start and on_train_end.",
-            )
-        return self._stage.results
-
-    @property
     def manual_optimization(self) -> ManualOptimization:
         """Runs the steps of a module with `automatic_optimization = False`."""
         if self.running_manual_optimization is None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, final
 
+from rankwise.errors import LifecycleError
 from rankwise.seed import RandomStreams
 
 if TYPE_CHECKING:
@@ -268,6 +269,18 @@ class StageState:
     shards: dict[str, list[Any]] = field(
         default_factory=dict
     )  # `LoaderShard`s: this rank's part of each loader
+
+    @property
+    def open_results(self) -> Results:
+        """The values that are logged in the current loop; a `LifecycleError` outside of one."""
+        if self.results is None:
+            raise LifecycleError(
+                call="self.log()",
+                state=self.name or "no stage",
+                needed="a loop that reduces metrics",
+                remedy="log in the steps, or in hooks between on_train_start and on_train_end.",
+            )
+        return self.results
 
     @property
     def is_padding_step(self) -> bool:

@@ -268,7 +268,7 @@ class Trainer(TrainerProperties):
         if model is not self._fitted_module:
             self._forget_fit()
             self.strategy.load_comm_hook_states([])
-        self.should_stop = False
+        self.state.should_stop = False
         if ckpt_path is None and self.context(model).warn_if_done():
             return
         loaders = {"train": train_dataloaders, "validate": val_dataloaders}
