@@ -48,7 +48,18 @@ def shard_for_training(
     Raises:
         UnshardableLoaderError: when the loader has no indices, or is already split for another rank.
     """
-    return _sharded(loader, num_replicas, rank, seed=seed, uneven=uneven)
+    check_shardable(loader)
+    if isinstance(loader.dataset, IterableDataset):
+        return with_attributes(loader, dataset=ShardedIterable(loader.dataset, num_replicas, rank))
+    if _is_split_for(loader, num_replicas, rank):
+        return loader
+    samples = _sampler_of(loader)
+    whole = loader.batch_sampler if samples is None else samples
+    if uneven is None:
+        batches = loader.batch_sampler
+        uneven = "drop" if type(batches) is BatchSampler and batches.drop_last else "pad"
+    sampler = ShardedSampler(whole, num_replicas, rank, seed=_seed_for(loader, seed), uneven=uneven)
+    return with_indices_from(loader, sampler) if samples is None else _resampled(loader, sampler)
 
 
 def shard_for_evaluation(loader: Loader, num_replicas: int, rank: int, *, seed: int | None = None) -> Loader:
@@ -66,7 +77,7 @@ def shard_for_evaluation(loader: Loader, num_replicas: int, rank: int, *, seed: 
         return _without_padding(loader, sampler)
     if is_shardable(loader) and type(loader.batch_sampler) is BatchSampler and not is_split(loader):
         loader = _without_last_batch(loader, loader.batch_sampler)
-    return _sharded(loader, num_replicas, rank, seed=seed, uneven="keep")
+    return shard_for_training(loader, num_replicas, rank, seed=seed, uneven="keep")
 
 
 def shard_for_prediction(loader: Loader, num_replicas: int, rank: int, *, seed: int | None = None) -> Loader:
@@ -85,23 +96,6 @@ def shard_for_prediction(loader: Loader, num_replicas: int, rank: int, *, seed: 
         return loader
     sampler = ShardedSampler(_index_stream(loader), num_replicas, rank, seed=_seed_for(loader, seed))
     return with_indices_from(loader, sampler)
-
-
-def _sharded(
-    loader: Loader, num_replicas: int, rank: int, *, seed: int | None, uneven: Uneven | None
-) -> Loader:
-    check_shardable(loader)
-    if isinstance(loader.dataset, IterableDataset):
-        return with_attributes(loader, dataset=ShardedIterable(loader.dataset, num_replicas, rank))
-    if _is_split_for(loader, num_replicas, rank):
-        return loader
-    samples = _sampler_of(loader)
-    whole = loader.batch_sampler if samples is None else samples
-    if uneven is None:
-        batches = loader.batch_sampler
-        uneven = "drop" if type(batches) is BatchSampler and batches.drop_last else "pad"
-    sampler = ShardedSampler(whole, num_replicas, rank, seed=_seed_for(loader, seed), uneven=uneven)
-    return with_indices_from(loader, sampler) if samples is None else _resampled(loader, sampler)
 
 
 def _without_padding(loader: Loader, sampler: Any) -> Loader:

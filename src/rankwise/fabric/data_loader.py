@@ -23,8 +23,6 @@ from rankwise.errors import ConfigurationError
 from rankwise.strategies import Strategy
 from rankwise.strategies.data_split import agree_on_loaders, check_same_order, replica_of
 
-_SHARDERS = {False: shard_for_training, True: shard_for_evaluation}
-
 
 @final
 class FabricDataLoader:
@@ -79,11 +77,12 @@ def fabric_data_loaders(
         ]
     default = strategy.broadcast(torch.initial_seed())
     seeds = agree_on_loaders(strategy, "data", list(loaders), default=default, is_split_here=True)
+    split = shard_for_evaluation if each_sample_once else shard_for_training
     prepared = []
     for loader, seed in zip(loaders, seeds, strict=True):
         shard = loader
         if strategy.world_size > 1 or is_split_for_one_rank(loader, keeps_order=True):
-            shard = _SHARDERS[each_sample_once](loader, **replica_of(strategy), seed=seed)
+            shard = split(loader, **replica_of(strategy), seed=seed)
         if each_sample_once:
             _check_no_rank_is_empty(shard)
         elif strategy.is_global_zero:

@@ -88,7 +88,7 @@ class LoaderShard:
         set_epoch_of_loader(epoch, self.loader)
 
     def use_for_training(self, seed: int, rank: int, number: int) -> None:
-        """Use a seed from now on, for loader `number` of those that are combined."""
+        """Give the batches a seed; `number` is that of the loader among those that are combined."""
         self.loader, self._seed = with_batch_stream(self.loader, seed=seed, rank=rank)
         self._rank, self._number = rank, number
         self._sized = SizedBatches(self.loader)
