@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, final
 
@@ -62,17 +63,24 @@ class LoaderShard:
     Attributes:
         loader: the part; in training its batches of indices, if it has any, come from a `BatchStream`.
         batch_indices: the indices of the batch whose size was taken last; None for unknown.
+        stream: the batches of indices of training, if there are any.
+        sampler: in training, rankwise's sampler that splits the loader over the ranks, if there is one.
     """
 
     def __init__(self, loader: Any, num_batches: float) -> None:
         self.loader = loader
         self.num_batches = num_batches
         self.batch_indices: list[Any] | None = None
-        self._sized = SizedBatches(loader)
+        self.stream: BatchStream | None = None
+        self.sampler: ShardedSampler | None = None
         self._seed = self._epoch = 0
         self._variant: tuple[int, ...] = ()
         self._number = self._rank = 0
         self._length = math.inf
+
+    @cached_property
+    def _sized(self) -> SizedBatches:
+        return SizedBatches(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
         return first_of(self.num_batches, self._sized) if self.num_batches else iter(())
@@ -91,18 +99,9 @@ class LoaderShard:
         """Give the batches a seed; `number` is that of the loader among those that are combined."""
         self.loader, self._seed = with_batch_stream(self.loader, seed=seed, rank=rank)
         self._rank, self._number = rank, number
-        self._sized = SizedBatches(self.loader)
-
-    @property
-    def stream(self) -> BatchStream | None:
-        """The batches of indices of training, if there are any."""
         stream = getattr(self.loader, "batch_sampler", None)
-        return stream if isinstance(stream, BatchStream) else None
-
-    @property
-    def sampler(self) -> ShardedSampler | None:
-        """The sampler that splits the loader over the ranks, if rankwise's does."""
-        return sharded_sampler_of(self.loader)
+        self.stream = stream if isinstance(stream, BatchStream) else None
+        self.sampler = sharded_sampler_of(self.loader)
 
     @property
     def is_here(self) -> bool:
@@ -130,12 +129,13 @@ class LoaderShard:
         """
         numbers = (self._number, pass_number)
         self._variant = numbers if any(numbers) else ()
-        if (sampler := self.sampler) is not None:
-            sampler.skip = samples
-            sampler.set_variant(self._variant)
-        if (stream := self.stream) is not None:
-            stream.first = pass_number * (2**32 if math.isinf(self._length) else int(self._length)) + batches
-            stream.skipped, stream.variant = 0 if samples else batches, self._variant
+        if self.sampler is not None:
+            self.sampler.skip = samples
+            self.sampler.set_variant(self._variant)
+        if self.stream is not None:
+            length = 2**32 if math.isinf(self._length) else int(self._length)
+            self.stream.first = pass_number * length + batches
+            self.stream.skipped, self.stream.variant = 0 if samples else batches, self._variant
 
     def start(self) -> Iterator[DescribedBatch]:
         """Start the loader's workers, if it has any, in a random state of their own; return its batches."""

@@ -104,7 +104,7 @@ class TrainData:
         if not self._is_split and samples != done * self.samples_per_batch:
             raise _other_ranks_error(progress)
         lengths = [shard.begin_epoch(progress.current_epoch) for shard in self._shards]
-        if self._is_split:
+        if self._is_split and done:
             self._shards[0].place(done, samples=samples)
             if lengths[0]:  # otherwise there is no batch that this rank could repeat, either
                 lengths = [length_of(self.loader) + done]
@@ -117,10 +117,11 @@ class TrainData:
         for number, shard in enumerate(self._shards if done and self._skips else ()):
             passes[number], skipped = self._position(done, self._lengths[number])
             shard.place(skipped, pass_number=passes[number])
-        starts = [partial(self._begin, *each) for each in zip(self._shards, passes, strict=True)]
-        found: Iterator[Any] = (
-            zip(starts[0](0)) if combination is None else rows(combination.mode, starts, passes)
-        )
+        if combination is None:
+            found: Iterator[Any] = zip(self._shards[0].start())
+        else:
+            starts = [partial(self._begin, *each) for each in zip(self._shards, passes, strict=True)]
+            found = rows(combination.mode, starts, passes)
         self.replayed = None
         for row in islice(found, 0 if self._skips or self._is_split else done):  # there may be fewer now
             self.replayed = self._joined(row)
@@ -143,7 +144,7 @@ class TrainData:
         self._taken.clear()
         for row in found:
             self._taken.append(row)
-            yield self._joined(row)
+            yield row[0][0] if self._combination is None else self._joined(row)
 
     def _joined(self, row: Row) -> Any:
         """Return the batch that the loaders' batches make; None stands for a loader that has ended."""
