@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.lr_scheduler import LambdaLR
 
 from rankwise.callbacks import Callback, ModelCheckpoint
-from rankwise.processes.changed_attributes import AttributesBefore, ObjectState
+from rankwise.processes.returned_state import AttributesBefore, ObjectState
 from rankwise.trainer import Trainer
 from rankwise.trainer.stages import Stage
 from rankwise.trainer.state_transfer import restore
