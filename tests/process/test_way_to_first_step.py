@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.shared import computed_once
 from tests.process.helpers import module_runner, with_tests
 
-MOST_FILES, MOST_CALLS = 75, 2_500  # of three threads; timers of one add a few
+MOST_FILES, MOST_CALLS = 75, 2_600  # 2,440 calls on an idle machine; timers and messages that wait add some
 UNUSED = {
     "callbacks/learning_rate_finder.py",
     "compatibility/lightning_classes.py",
