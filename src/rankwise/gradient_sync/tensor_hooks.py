@@ -68,8 +68,12 @@ def call_hooks(kept: KeptHooks, block: Callable[[], AbstractContextManager[Any]]
         for parameter, hook in kept:
             gradient = parameter.grad
             result = None if gradient is None else hook(gradient)
-            if gradient is not None and result is not None and result is not gradient:
-                gradient.copy_(result)  # a view of DDP's buckets, perhaps
+            if gradient is None or result is None or result is gradient:
+                continue
+            if result.shape != gradient.shape:  # which copying would expand
+                shapes = f"{tuple(result.shape)} for a gradient of {tuple(gradient.shape)}"
+                raise RuntimeError(f"A tensor hook has returned {shapes}.")
+            gradient.copy_(result)  # a view of DDP's buckets, perhaps
 
 
 def _keep(

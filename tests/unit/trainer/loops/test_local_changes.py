@@ -202,6 +202,14 @@ def test_tensor_hooks_that_read() -> None:
     assert len(calls) == 6
 
 
+def test_a_tensor_hook_that_returns_another_shape() -> None:
+    """It is an error on any number of ranks, as torch's own of one."""
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.ones(3)
+    with pytest.raises(RuntimeError, match=r"returned \(\) for a gradient of \(3,\)"):
+        call_hooks([(parameter, Tensor.sum)], nullcontext)
+
+
 class HookedInForward(Model):
     """Registers a hook in each forward pass."""
 
