@@ -26,6 +26,14 @@ _WRAPPERS = "torch.nn.parallel.distributed"
 _SIGNALS = tuple(signal.valid_signals() - {signal.SIGALRM})  # pytest-timeout uses SIGALRM
 _numbers = itertools.count()
 
+SET_BY_IMPORTS = (
+    "KMP_DUPLICATE_LIB_OK",  # scikit-learn sets these two
+    "KMP_INIT_AT_FORK",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",  # Lightning
+    "TORCHINDUCTOR_CACHE_DIR",  # torch's compiler, which an optimizer imports
+)
+"""Variables that an import sets for the rest of the process, whichever test comes first to import it."""
+
 
 class Check(ABC):
     """One kind of state that a test must not change. Recorded at construction."""
@@ -77,14 +85,9 @@ def _problems(checks: Iterable[Check]) -> list[str]:
 
 
 class Environment(Check):
-    """`os.environ`."""
+    """`os.environ`, but for what pytest and imports set."""
 
-    not_ours = (
-        "PYTEST_CURRENT_TEST",  # pytest's own
-        "KMP_DUPLICATE_LIB_OK",  # importing scikit-learn sets these two
-        "KMP_INIT_AT_FORK",
-        "TORCHINDUCTOR_CACHE_DIR",  # torch sets it when its compiler is first imported, as by an optimizer
-    )
+    not_ours = ("PYTEST_CURRENT_TEST", *SET_BY_IMPORTS)
 
     def __init__(self) -> None:
         self._before = self._variables()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from tests.helpers import processes
+from tests.helpers.leak_checks import SET_BY_IMPORTS
 
 SERVER = Path(__file__).with_name("preloaded_server.py")
 REPOSITORY = Path(__file__).parents[2]
@@ -31,8 +32,8 @@ run again. It takes a third of a second.
 _READ_AT_START = re.compile(
     # Python and coverage read these when an interpreter starts, the C library when a program does,
     r"PYTHON(?!PATH$)|COVERAGE_|LD_|LC_|LANG|TZ$|MALLOC_|GLIBC_|"
-    # torch and its libraries of kernels when they are imported (an import of its compiler sets that folder).
-    r"TORCH(?!INDUCTOR_CACHE_DIR$)|PYTORCH_|CUDA|OMP_|GOMP_|KMP_|MKL_|OPENBLAS_|NPY_|NUMPY_|ATEN_"
+    # torch and its libraries of kernels when they are imported.
+    r"TORCH|PYTORCH_|CUDA|OMP_|GOMP_|KMP_|MKL_|OPENBLAS_|NPY_|NUMPY_|ATEN_"
 )
 _RESERVED = "/" * 400  # for the program's own marker
 
@@ -224,7 +225,11 @@ def _close(interpreter: PreloadedInterpreter, of: int) -> None:
 
 
 def _read_at_start(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if _READ_AT_START.match(name)}
+    return {
+        name: value
+        for name, value in env.items()
+        if _READ_AT_START.match(name) and name not in SET_BY_IMPORTS
+    }
 
 
 def _places(env: Mapping[str, str]) -> list[str]:
