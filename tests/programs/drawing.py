@@ -59,7 +59,7 @@ def programs(
         learning,
         options,
         tuple(jobs),
-        changes=draw(_changes(learning)),
+        changes=draw(_changes(learning, options)),
         deeds=draw(_deeds(options, draws=draws)),
         is_seeded=is_seeded,
         metrics=draw(_some(METRICS)),
@@ -74,17 +74,18 @@ def _some(names: tuple[str, ...]) -> st.SearchStrategy[tuple[str, ...]]:
 
 
 @st.composite
-def _changes(draw: st.DrawFn, learning: Learning) -> tuple[Change, ...]:
-    """Draw what is frozen and unfrozen within fits; the head is always trained."""
+def _changes(draw: st.DrawFn, learning: Learning, options: Options) -> tuple[Change, ...]:
+    """Draw what is frozen and unfrozen within fits, at batches of all ranks; the head is always trained."""
+    last = 0 if options.uneven_inputs == "join" else 4
     places: Any = st.builds(
         Change,
         epoch=st.integers(0, 2),
-        batch=st.integers(0, 4),
+        batch=st.integers(0, last),
         action=st.sampled_from(["freeze", "unfreeze"]),
         part=st.sampled_from([part for part in ("body", "side") if part not in learning.late]),
     )
     changes: list[Change] = [] if learning.is_manual else draw(st.lists(places, max_size=3))
-    added = [Change(0, draw(st.integers(0, 2)), "add", part) for part in learning.late]
+    added = [Change(0, draw(st.integers(0, min(last, 2))), "add", part) for part in learning.late]
     return (*changes, *added)
 
 

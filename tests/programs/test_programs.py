@@ -13,7 +13,7 @@ from tests.process.helpers import with_tests
 from tests.programs import script
 from tests.programs.comparing import check, check_forked, check_written
 from tests.programs.drawing import programs
-from tests.programs.program import Action, Data, Job, Learning, Options, Program, Run
+from tests.programs.program import Action, Change, Data, Job, Learning, Options, Program, Run
 from tests.programs.ranks import ranks_of_many_sizes
 
 ANY = settings(
@@ -42,6 +42,15 @@ FOUND = {  # programs that have failed once
         learning=Learning(),
         options=Options(accumulate=3, uneven_inputs="join", save_every_n_steps=2),
         jobs=(Job(1, (FIT,)), Job(3, (replace(FIT, resumes=True),))),
+    ),
+    "a layer is frozen in a window that turns out to be shorter than the others": Program(
+        seed=0,
+        train=Data(6, 2, kind="iterable"),
+        evaluation=Data(4, 1, seed=10),
+        learning=Learning(),
+        options=Options(accumulate=3, weighting=None),
+        jobs=(Job(1, (FIT,)), Job(2, (FIT,))),
+        changes=(Change(0, 1, "freeze", "body"),),
     ),
 }
 LAUNCHERS = {"ddp": [], "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]}

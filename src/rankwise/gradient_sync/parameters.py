@@ -27,16 +27,15 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def trained_parameters(
+def all_parameters(
     module: nn.Module,
     optimizers: Iterable[Optimizer] | Optimizer = (),
     parameters_of: ParametersOf = parameters_of,
 ) -> list[Tensor]:
-    """Return all parameters to average, in an order that is the same on every rank.
+    """Return the module's and the optimizers' parameters, in an order that is the same on every rank.
 
-    These are the module's and the optimizers' parameters that require a gradient, except those that DDP is
-    configured to ignore. Where optimizers update copies, `parameters_of` returns the originals, which get the
-    gradients.
+    Those that DDP is configured to ignore are left out. Where optimizers update copies, `parameters_of`
+    returns the originals, which get the gradients.
     """
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     ignored_names = set(getattr(inner, "_ddp_params_and_buffers_to_ignore", ()))
@@ -46,7 +45,17 @@ def trained_parameters(
     for optimizer in optimizers if isinstance(optimizers, Iterable) else [optimizers]:
         found.extend(parameters_of(optimizer))
     unique = {id(parameter): parameter for parameter in found if id(parameter) not in ignored}
-    return [parameter for parameter in unique.values() if parameter.requires_grad]
+    return list(unique.values())
+
+
+def trained_parameters(
+    module: nn.Module,
+    optimizers: Iterable[Optimizer] | Optimizer = (),
+    parameters_of: ParametersOf = parameters_of,
+) -> list[Tensor]:
+    """Return those of `all_parameters` that require a gradient, which are averaged."""
+    found = all_parameters(module, optimizers, parameters_of)
+    return [parameter for parameter in found if parameter.requires_grad]
 
 
 def check_parameters(module: nn.Module) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync.options import GradientSyncMode
-from rankwise.gradient_sync.parameters import trained_parameters
+from rankwise.gradient_sync.parameters import all_parameters, trained_parameters
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.strategies import Strategy
 from rankwise.strategies.agreement import mean_loss
@@ -133,8 +133,7 @@ class AutomaticOptimization:
         if gradients.mode is GradientSyncMode.MULTI_AUTO_SYNC:
             parameters = gradients.averaged_later(context.wrapped)
         else:
-            parameters_of = self._strategy.precision.model_parameters
-            parameters = trained_parameters(context.wrapped, context.optimizers, parameters_of)
+            parameters = self._all_parameters()
         return gradients_kept(parameters, 'DDPStrategy(sync_mode="multi_auto_sync")')
 
     def _synced(self, is_window_end: bool) -> AbstractContextManager[None]:
@@ -231,10 +230,14 @@ class AutomaticOptimization:
                 self._zero_grad(self._context.state.progress.current_epoch, batch_idx, optimizer)
 
     def _scale_gradients(self, factor: float) -> None:
-        parameters_of = self._strategy.precision.model_parameters
-        for parameter in trained_parameters(self._context.wrapped, self._context.optimizers, parameters_of):
+        for parameter in self._all_parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
+
+    def _all_parameters(self) -> list[Tensor]:
+        """Return what may have gradients of this window, also what was frozen within it."""
+        parameters_of = self._strategy.precision.model_parameters
+        return all_parameters(self._context.wrapped, self._context.optimizers, parameters_of)
 
     def _step(self) -> None:
         self.has_stepped = False
