@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from rankwise.failures.exchange import FailureExchange
+    from rankwise.launchers.supervisor import SupervisionOptions
     from rankwise.monitoring.rank_monitor import RankMonitor
     from rankwise.process_group.step_agreement import StopAgreement
     from rankwise.stores.rendezvous import RankIdentity
@@ -35,19 +37,36 @@ Entry = Callable[["WorkerContext"], Any]
 
 
 class Launcher(ABC):
-    """Run one function as every local rank.
+    """Start processes, and run one function in each of them as a rank.
+
+    Derive from it for `DDPStrategy(launcher=...)`; only `launch` has to be written. Such a launcher starts
+    all ranks of the job.
 
     Attributes:
         runs_in_caller: whether the calling process is a rank itself, so that the function changes the
             caller's own objects.
+        copies_entry: whether `launch` itself gives each process a copy of the entry and the state of this
+            process. If not, `launch` gets an entry that every pickler copies, and that returns bytes.
+        all_ranks: the ranks to start; set by `bound_to`.
+        options: how ranks are started, watched and ended, as far as the launcher does that; set by
+            `bound_to`.
     """
 
-    runs_in_caller: ClassVar[bool]
+    runs_in_caller: ClassVar[bool] = False
+    copies_entry: ClassVar[bool] = False
+    all_ranks: tuple[RankInfo, ...]
+    options: SupervisionOptions
+
+    def bound_to(self, ranks: tuple[RankInfo, ...], options: SupervisionOptions) -> Launcher:
+        """Return a copy for the ranks of one strategy; a subclass may refuse them here."""
+        bound = copy.copy(self)
+        bound.all_ranks, bound.options = ranks, options
+        return bound
 
     @property
-    @abstractmethod
     def has_other_ranks(self) -> bool:
         """Whether processes of other ranks exist before `launch`, and would wait for this one."""
+        return False
 
     def context_between_jobs(self) -> WorkerContext | None:
         """Return this rank's context if it continues with other ranks after a job, or None."""
@@ -55,12 +74,12 @@ class Launcher(ABC):
 
     @abstractmethod
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
-        """Run `entry(worker)` once per local rank; return the values by global rank.
+        """Run `entry(worker)` once per rank, each in its process; return the values by global rank.
 
         Args:
             entry: the function to run; it sets up and tears down.
             described: the parts of `entry` by the names that error messages use for them.
-            rendezvous: `"private"` or `"tcp"`; ignored where the processes exist already.
+            rendezvous: `"private"` if the ranks may meet over their channels, if they have any; else `"tcp"`.
 
         Raises:
             LaunchRefusedError: when this launcher cannot work here; nothing was started.

@@ -65,7 +65,7 @@ class Nodes:
 class ElasticLauncher(Launcher):
     """Run torch's elastic agent of this node: it starts the ranks, and starts all again when one fails."""
 
-    runs_in_caller = False
+    copies_entry = True
 
     start_method: str
     local_world_size: int

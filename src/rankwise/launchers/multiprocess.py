@@ -80,7 +80,7 @@ def _end_jobs() -> None:
 class MultiprocessLauncher(Launcher):
     """Start one process per local rank by `"spawn"`, `"fork"` or `"forkserver"`; run the function there."""
 
-    runs_in_caller = False
+    copies_entry = True
 
     start_method: str
     local_ranks: tuple[RankInfo, ...]

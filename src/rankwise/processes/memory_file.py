@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import cached_property
 from multiprocessing import reduction
 from typing import Any, final
 
@@ -160,6 +161,44 @@ def unpack(descriptor: int, *, copy: bool) -> Any:
         raise EOFError("the value is not complete")
     end = _HEADER.size + length
     return _Unpickler(memory[_HEADER.size : end], _StoredStorages(memory, _aligned(end), copy)).load()
+
+
+@final
+class PickledByValue:
+    """A function whose pickle has copies of its tensors, whatever the pickler.
+
+    The picklers of multiprocessing share the memory of tensors: all processes would train the same one.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+        return unpack_bytes, (self._packed,)
+
+    @cached_property
+    def _packed(self) -> bytes:
+        return pack_bytes(self._function)
+
+
+def pack_bytes(value: object) -> bytes:
+    """Return a value as `pack` writes it."""
+    with ExitStack() as cleanup:
+        file = owned_descriptor(cleanup)
+        pack(value, file.number)
+        return os.pread(file.number, os.fstat(file.number).st_size, 0)
+
+
+def unpack_bytes(packed: bytes) -> Any:
+    """Return the value that `pack_bytes` packed."""
+    with ExitStack() as cleanup:
+        file = owned_descriptor(cleanup)
+        with open(file.number, "wb", closefd=False) as writer:
+            writer.write(packed)
+        return unpack(file.number, copy=False)
 
 
 def _aligned(offset: int) -> int:

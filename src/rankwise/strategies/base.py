@@ -48,7 +48,7 @@ from rankwise.strategies.config import (
     take_fields,
 )
 from rankwise.strategies.job import Job, launch_into, launched_parts, sigterm_deferred, variables_set
-from rankwise.strategies.module_wrapping import averages_everywhere, forward_redirect, uncompiled
+from rankwise.strategies.module_wrapping import averages_everywhere, forward_redirect, own_memory, uncompiled
 from rankwise.strategies.placement import Placement, find_placement
 from rankwise.strategies.shared_errors import errors_shared
 
@@ -358,7 +358,8 @@ class Strategy(WithParts, ABC):
             self._job.modules.restore_batchnorms()
 
     def module_to_device(self, module: nn.Module) -> nn.Module:
-        """Move a module to this rank's device, in place."""
+        """Move a module to this rank's device, and out of memory that forked ranks share, in place."""
+        own_memory(module, self.placement.launcher)
         return module.to(self.root_device)
 
     def unwrap_module(self, module: nn.Module) -> nn.Module:

@@ -30,6 +30,7 @@ from rankwise.errors import (
     UnknownNameError,
     text_of,
 )
+from rankwise.launchers import Launcher
 from rankwise.precision import Precision
 from rankwise.process_group import check_backend
 
@@ -69,6 +70,7 @@ class ProcessConfig:
     grace_period_s: float = 1.0
     stall_warning: timedelta = timedelta(minutes=1)
     command: Sequence[str] | None = None
+    launcher: Launcher | None = None
 
     def __post_init__(self) -> None:
         check_accelerator(self.accelerator)
@@ -87,6 +89,26 @@ class ProcessConfig:
             stall_warning=_check_timeout("stall_warning", self.stall_warning),
             command=_check_command(self.command),
         )
+        self._check_launcher()
+
+    def _check_launcher(self) -> None:
+        if self.launcher is None:
+            return
+        check_is_a("launcher", self.launcher, Launcher)
+        if self.start_method != "popen" or self.command is not None:
+            raise ConfigurationError(
+                message="launcher= starts the processes, so there is no other way to start them.",
+                facts=f"launcher={self.launcher!r}, start_method={self.start_method!r}, "
+                f"command={self.command!r}.",
+                remedy="DDPStrategy(launcher=...), without start_method and command.",
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the launcher: it belongs to the launching process."""
+        return {**self.__dict__, "launcher": None}
+
+    def __deepcopy__(self, memo: object) -> ProcessConfig:
+        return self  # it cannot change
 
 
 @final

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,6 @@ from rankwise.strategies.module_wrapping import (
     check_collectives_of,
     checked_wrapper,
     compile_within,
-    own_memory,
     uncompiled,
 )
 from rankwise.strategies.placement import (
@@ -54,10 +53,17 @@ from rankwise.strategies.placement import (
     check_private_rendezvous,
     inline_launcher,
     interface_of,
+    place_on_all_nodes,
     place_on_node,
+    ranks_on_all_nodes,
     ranks_on_node,
+    refuse_started_ranks,
     rendezvous_endpoint,
 )
+
+if TYPE_CHECKING:
+    from rankwise.launchers.supervisor import SupervisionOptions
+    from rankwise.stores.tcp import RendezvousEndpoint
 
 
 class DDPStrategy(Strategy):
@@ -78,6 +84,7 @@ class DDPStrategy(Strategy):
         stall_warning: after how long in one phase a rank that others wait for is reported on stderr.
         command: with `"popen"`, the command to run instead of this process's own; its first launch must
             be this one.
+        launcher: starts all ranks, on all nodes, instead of a `start_method`.
         sync_batchnorm: whether batch normalisation uses the batches of all ranks in training; CUDA only.
         sync_mode: when the gradients of accumulated batches are averaged: `"single_auto_sync"` (in the last
             backward pass), `"multi_auto_sync"` (in each), `"forced_sync"` (after the last, also where ranks
@@ -137,6 +144,7 @@ class DDPStrategy(Strategy):
         grace_period_s: float = 1.0,
         stall_warning: float | timedelta = timedelta(minutes=1),
         command: Sequence[str] | None = None,
+        launcher: Launcher | None = None,
         sync_batchnorm: bool = False,
         sync_mode: GradientSyncMode | str = "auto",
         comm_hook: Any = None,
@@ -179,7 +187,8 @@ class DDPStrategy(Strategy):
     def _place_locally(
         self, environment: ClusterEnvironment, local_world_size: int, num_nodes: int | None
     ) -> RankInfo:
-        return place_on_node(environment, local_world_size, num_nodes)
+        place = place_on_node if self.process_config.launcher is None else place_on_all_nodes
+        return place(environment, local_world_size, num_nodes)
 
     def _create_launcher(self, placement: Placement) -> Launcher:
         ranks = placement.ranks
@@ -189,6 +198,9 @@ class DDPStrategy(Strategy):
                 remedy="leave it out, or train on CUDA devices.",
             )
         self._check_variables(placement)
+        if (launcher := self.process_config.launcher) is not None:
+            refuse_started_ranks(placement, launcher)
+            return launcher.bound_to(ranks_on_all_nodes(ranks), self._supervision_options(placement, None))
         if self.rendezvous == "private":
             check_private_rendezvous(placement)
         is_alone_here = ranks.local_world_size == 1 and not ranks.is_one_node
@@ -198,19 +210,24 @@ class DDPStrategy(Strategy):
             return inline_launcher(placement)
         return self._create_supervised_launcher(placement)
 
-    def _create_supervised_launcher(self, placement: Placement) -> Launcher:
+    def _supervision_options(
+        self, placement: Placement, endpoint: RendezvousEndpoint | None
+    ) -> SupervisionOptions:
         # Modules that start and supervise processes are imported where they are needed.
         from rankwise.launchers.supervisor import SupervisionOptions
 
         requeue_signal = placement.environment.requeue_signal
-        options = SupervisionOptions(
+        return SupervisionOptions(
             self.grace_period_s,
             self.init_timeout,
             stop_signals=[signal.SIGTERM, *filter(None, [requeue_signal])],
             stall_warning_s=self.stall_warning.total_seconds(),
             teardown_timeout_s=self.timeout.total_seconds(),
-            endpoint=rendezvous_endpoint(placement),
+            endpoint=endpoint,
         )
+
+    def _create_supervised_launcher(self, placement: Placement) -> Launcher:
+        options = self._supervision_options(placement, rendezvous_endpoint(placement))
         ranks = ranks_on_node(placement.ranks)
         if self.start_method == "popen" or script_place() is not None:
             from rankwise.launchers.script import ScriptLauncher
@@ -319,12 +336,6 @@ class DDPStrategy(Strategy):
         if is_compiled:
             self._current_job.cleanup.callback(compile_within(module, given))
         return wrapped
-
-    def module_to_device(self, module: nn.Module) -> nn.Module:
-        """Move a module to this rank's device, and out of memory that forked ranks share, in place."""
-        if self.start_method == "fork":
-            own_memory(module)
-        return super().module_to_device(module)
 
     def _attach_wrapper(self, wrapped: DistributedDataParallel) -> None:
         job = self._current_job

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
@@ -20,6 +21,7 @@ from rankwise.failures.classify import readable
 from rankwise.failures.exchange import resolve_cause
 from rankwise.gradient_sync.unused import explain_unused
 from rankwise.launchers.context import WorkerContext
+from rankwise.launchers.process_state import ProcessState
 from rankwise.monitoring.heartbeat import (
     OPTIMIZER,
     TEARDOWN,
@@ -36,6 +38,7 @@ from rankwise.processes.event_loop import signals_delivered_in_thread
 from rankwise.processes.exit_codes import forked_children_exit
 from rankwise.processes.fork_safety import SET_BY_DYNAMO
 from rankwise.processes.interrupt import JobStopped
+from rankwise.processes.memory_file import PickledByValue, pack_bytes, unpack_bytes
 from rankwise.processes.signals import ROUTER, SignalRequest, StoppedBySignal, ended_by, exit_by_signal
 from rankwise.ranks import is_in_rank_zero_section
 from rankwise.strategies.module_wrapping import WrappedModules
@@ -174,13 +177,21 @@ def launch_into(
         SystemExit, KeyboardInterrupt: for a signal, which has ended the work or stopped all ranks.
         Others: as `Launcher.launch`.
     """
+    is_packed = not (launcher.runs_in_caller or launcher.copies_entry)
+    if is_packed:
+        entry = PickledByValue(partial(_run_packed, ProcessState.of_this_process(), entry))
     try:
-        results.update(launcher.launch(entry, described, rendezvous))
+        values = launcher.launch(entry, described, rendezvous)
+        results.update({rank: unpack_bytes(value) if is_packed else value for rank, value in values.items()})
     except StoppedBySignal as stopped:
         results.update(stopped.values)
         if launcher.runs_in_caller and isinstance(stopped, SystemExit):
             raise  # a job around this one stops, too
         raise ended_by(stopped.signal_number) from None
+
+
+def _run_packed(state: ProcessState, entry: Entry, worker: WorkerContext) -> bytes:
+    return pack_bytes(state.run(entry, worker))
 
 
 def _finish_checkpoints(checkpoint_io: CheckpointIO) -> None:

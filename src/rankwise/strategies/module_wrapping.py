@@ -20,6 +20,7 @@ from rankwise.process_group.rank_comparison import has_values
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from rankwise.launchers import Launcher
     from rankwise.process_group.collective_check import CollectiveCheck
 
 # Where torch keeps what module.compile() made.
@@ -88,8 +89,13 @@ def _is_replaceable(layer: nn.Module) -> bool:
     return isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
 
 
-def own_memory(module: nn.Module) -> None:
-    """Move parameters and buffers out of shared memory, which a forked rank has in common with the others."""
+def own_memory(module: nn.Module, launcher: Launcher | None) -> None:
+    """Move parameters and buffers out of shared memory, which a forked rank has in common with the others.
+
+    `launcher` is the placement's: a rank that was not forked has none, unless it runs in the caller.
+    """
+    if launcher is None or launcher.runs_in_caller:
+        return
     copies: dict[int, torch.UntypedStorage] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         if has_values(tensor) and tensor.is_cpu and tensor.is_shared():

@@ -208,6 +208,41 @@ def place_on_node(environment: ClusterEnvironment, local_world_size: int, num_no
     return RankInfo(first, 0, node_rank, nodes * local_world_size, local_world_size, nodes)
 
 
+def place_on_all_nodes(
+    environment: ClusterEnvironment, local_world_size: int, num_nodes: int | None
+) -> RankInfo:
+    """Return the ranks of rank 0 where this process starts the ranks of all nodes."""
+    nodes = num_nodes or 1
+    return RankInfo(0, 0, 0, nodes * local_world_size, local_world_size, nodes)
+
+
+def ranks_on_all_nodes(first: RankInfo) -> tuple[RankInfo, ...]:
+    """Return all ranks of the job, given the first."""
+    nodes = [
+        replace(first, global_rank=node * first.local_world_size, node_rank=node)
+        for node in range(first.num_nodes)
+    ]
+    return tuple(ranks for node in nodes for ranks in ranks_on_node(node))
+
+
+def refuse_started_ranks(placement: Placement, launcher: Launcher) -> None:
+    """Raise where a launcher is to start all ranks, but this process is one of several already."""
+    environment, ranks = placement.environment, script_place()
+    if environment.creates_processes_externally:
+        who = f"{environment.name} has started the ranks already"
+    elif isinstance(environment, NodesEnvironment):
+        who = f"{environment.name} says that this is node {environment.node_rank} of the job"
+    elif ranks is not None:
+        who = f"this script runs as {ranks.local_world_size} processes already"
+    else:
+        return
+    raise ConfigurationError(
+        message=f"launcher= would start all ranks of the job, but {who}.",
+        facts=f"launcher={launcher!r}, {environment!r}.",
+        remedy="leave launcher= out, or start one process, without that.",
+    )
+
+
 def ranks_on_node(own: RankInfo) -> tuple[RankInfo, ...]:
     """Return the ranks of all processes of this node, given the ranks of one."""
     first = own.global_rank - own.local_rank

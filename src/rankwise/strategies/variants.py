@@ -155,7 +155,7 @@ class AutoStrategy(DDPStrategy):
         self.process_config = dataclasses.replace(self.process_config, start_method=value)
 
     def _create_launcher(self, placement: Placement) -> Launcher:
-        if placement.ranks.world_size == 1:
+        if self.process_config.launcher is None and placement.ranks.world_size == 1:
             return inline_launcher(placement)
         if can_rerun():
             return super()._create_launcher(placement)

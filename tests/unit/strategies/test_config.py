@@ -1,15 +1,19 @@
 """What a strategy is constructed with, or bound to, and cannot work: refused before any process starts."""
 
+import copy
 import itertools
 import math
+import pickle
+import re
 import threading
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
-from rankwise import Trainer
+from rankwise import Launcher, Trainer
 from rankwise.checkpoint import TorchCheckpointIO
 from rankwise.environments import ClusterEnvironment, NodesEnvironment, PlainEnvironment
 from rankwise.errors import (
@@ -21,6 +25,7 @@ from rankwise.errors import (
     UnknownArgumentError,
     UnknownNameError,
 )
+from rankwise.launchers.context import Entry
 from rankwise.precision import Precision
 from rankwise.ranks import rank_zero_only
 from rankwise.registry import StrategyRegistry
@@ -423,3 +428,57 @@ def test_an_interface_that_is_not_there(name: str, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigurationError, match="GLOO_SOCKET_IFNAME='lo,nowhere0' names no"):
         StrategyRegistry.create(name, accelerator="cpu", devices=2).bind()
     StrategyRegistry.create(name, accelerator="cpu", devices=2, process_group_backend="mpi").bind()
+
+
+class IdleLauncher(Launcher):
+    """Starts nothing."""
+
+    def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
+        return {}
+
+
+def test_a_given_launcher_starts_all_ranks() -> None:
+    """It gets the ranks of all nodes, and stays as it is for other strategies."""
+    given = IdleLauncher()
+    strategy = DDPStrategy(launcher=given, accelerator="cpu", devices=2, num_nodes=2, grace_period_s=3)
+    strategy.bind()
+    bound = strategy.launcher
+    places = [
+        (each.global_rank, each.local_rank, each.node_rank, each.world_size) for each in bound.all_ranks
+    ]
+    assert places == [(0, 0, 0, 4), (1, 1, 0, 4), (2, 0, 1, 4), (3, 1, 1, 4)]
+    assert bound.options.grace_period_s == 3
+    assert "all_ranks" not in vars(given)
+    assert copy.deepcopy(strategy.process_config).launcher is given
+    assert pickle.loads(pickle.dumps(strategy)).process_config.launcher is None
+
+
+RANK_BY_HAND = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "1",
+}
+NODE_BY_HAND = {"NODE_RANK": "0", "NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("cls", "arguments", "text"),
+    [
+        (DDPStrategy, {"launcher": IdleLauncher}, r"expected an instance of Launcher.*IdleLauncher\(\)"),
+        (DDPStrategy, {"start_method": "fork"}, "no other way to start them"),
+        (DDPStrategy, {"command": ["train"]}, "no other way to start them"),
+        (DDPForkStrategy, {}, "no other way to start them"),
+        (DDPElasticStrategy, {}, "no other way to start them"),
+        (
+            DDPStrategy,
+            {"cluster_environment": PlainEnvironment(RANK_BY_HAND)},
+            "has started the ranks already",
+        ),
+        (DDPStrategy, {"cluster_environment": NodesEnvironment(NODE_BY_HAND)}, "this is node 0 of the job"),
+    ],
+)
+def test_a_given_launcher_and_another_one(cls: type[Strategy], arguments: Any, text: str) -> None:
+    """Two ways to start the ranks contradict each other, and so does a launcher that is none."""
+    assert re.search(text, str(refused(cls, **{"launcher": IdleLauncher(), **arguments})), re.DOTALL)

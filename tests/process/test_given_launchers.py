@@ -1,0 +1,72 @@
+"""A launcher that the user gives to the strategy: here the processes are multiprocessing's own."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from rankwise import DDPStrategy, Launcher
+from rankwise.launchers import WorkerContext
+from rankwise.launchers.context import Entry
+from rankwise.stores.tcp import host_store
+from rankwise.strategies import Strategy
+from tests.process.test_parameters_in_shared_memory import trained
+
+
+class PlainLauncher(Launcher):
+    """Starts ranks by multiprocessing, whose pickler shares the memory of tensors."""
+
+    def __init__(self, start_method: str) -> None:
+        self.start_method = start_method
+
+    def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
+        store, address = host_store(timedelta(seconds=60))
+        context: Any = multiprocessing.get_context(self.start_method)
+        values = context.Queue()
+        workers = [WorkerContext(ranks, address=address) for ranks in self.all_ranks]
+        processes = [context.Process(target=work, args=(entry, worker, values)) for worker in workers]
+        for process in processes:
+            process.start()
+        returned = dict(values.get(timeout=90) for _ in processes)
+        for process in processes:
+            process.join()
+        del store  # which has listened until here
+        return returned
+
+
+def work(entry: Entry, worker: WorkerContext, values: Any) -> None:
+    """Be a rank."""
+    values.put((worker.ranks.global_rank, entry(worker)))
+
+
+@pytest.mark.parametrize("start_method", [pytest.param("fork", marks=pytest.mark.quick), "spawn"])
+def test_each_rank_trains_its_own_parameters(start_method: str) -> None:
+    """The processes do not train one copy, although they could share it; the result comes back."""
+    strategy = DDPStrategy(launcher=PlainLauncher(start_method), accelerator="cpu", devices=2)
+    found = trained(strategy, 2, is_shared=True)
+    expected = trained("single_device", 1, is_shared=False)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def drawn(strategy: Strategy) -> tuple[float, torch.dtype]:
+    """Return what depends on the state of the caller."""
+    return float(torch.rand(())), torch.get_default_dtype()
+
+
+def test_ranks_begin_in_the_callers_state() -> None:
+    """A new interpreter draws the caller's random numbers, with its flags."""
+    strategy = DDPStrategy(launcher=PlainLauncher("spawn"), accelerator="cpu", devices=1)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        torch.manual_seed(5)
+        found = strategy.launch(drawn)
+        torch.manual_seed(5)
+        assert found == (float(torch.rand(())), torch.float64)
+    finally:
+        torch.set_default_dtype(before)
