@@ -165,7 +165,7 @@ def unpack(descriptor: int, *, copy: bool) -> Any:
 
 @final
 class PickledByValue:
-    """A function whose pickle has copies of its tensors, whatever the pickler.
+    """A function whose pickle has copies of its tensors, whatever the pickler; it returns packed bytes.
 
     The picklers of multiprocessing share the memory of tensors: all processes would train the same one.
     """
@@ -173,15 +173,19 @@ class PickledByValue:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
-    def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
+    def __call__(self, *args: Any) -> bytes:
+        return pack_bytes(self._function(*args))
 
-    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
-        return unpack_bytes, (self._packed,)
+    def __reduce__(self) -> tuple[Callable[[bytes], PickledByValue], tuple[bytes]]:
+        return _unpacked_function, (self._packed,)
 
     @cached_property
     def _packed(self) -> bytes:
         return pack_bytes(self._function)
+
+
+def _unpacked_function(packed: bytes) -> PickledByValue:
+    return PickledByValue(unpack_bytes(packed))
 
 
 def pack_bytes(value: object) -> bytes:

@@ -21,7 +21,6 @@ from rankwise.failures.classify import readable
 from rankwise.failures.exchange import resolve_cause
 from rankwise.gradient_sync.unused import explain_unused
 from rankwise.launchers.context import WorkerContext
-from rankwise.launchers.process_state import ProcessState
 from rankwise.monitoring.heartbeat import (
     OPTIMIZER,
     TEARDOWN,
@@ -38,7 +37,6 @@ from rankwise.processes.event_loop import signals_delivered_in_thread
 from rankwise.processes.exit_codes import forked_children_exit
 from rankwise.processes.fork_safety import SET_BY_DYNAMO
 from rankwise.processes.interrupt import JobStopped
-from rankwise.processes.memory_file import PickledByValue, pack_bytes, unpack_bytes
 from rankwise.processes.signals import ROUTER, SignalRequest, StoppedBySignal, ended_by, exit_by_signal
 from rankwise.ranks import is_in_rank_zero_section
 from rankwise.strategies.module_wrapping import WrappedModules
@@ -177,12 +175,13 @@ def launch_into(
         SystemExit, KeyboardInterrupt: for a signal, which has ended the work or stopped all ranks.
         Others: as `Launcher.launch`.
     """
-    is_packed = not (launcher.runs_in_caller or launcher.copies_entry)
-    if is_packed:
-        entry = PickledByValue(partial(_run_packed, ProcessState.of_this_process(), entry))
+    run = (
+        launcher.launch
+        if launcher.runs_in_caller or launcher.copies_entry
+        else partial(_launch_copies, launcher)
+    )
     try:
-        values = launcher.launch(entry, described, rendezvous)
-        results.update({rank: unpack_bytes(value) if is_packed else value for rank, value in values.items()})
+        results.update(run(entry, described, rendezvous))
     except StoppedBySignal as stopped:
         results.update(stopped.values)
         if launcher.runs_in_caller and isinstance(stopped, SystemExit):
@@ -190,8 +189,16 @@ def launch_into(
         raise ended_by(stopped.signal_number) from None
 
 
-def _run_packed(state: ProcessState, entry: Entry, worker: WorkerContext) -> bytes:
-    return pack_bytes(state.run(entry, worker))
+def _launch_copies(
+    launcher: Launcher, entry: Entry, described: Mapping[str, object], rendezvous: str
+) -> dict[int, Any]:
+    """Launch an entry that every pickler copies, and that returns bytes; return the ranks' values."""
+    from rankwise.launchers.process_state import ProcessState
+    from rankwise.processes.memory_file import PickledByValue, unpack_bytes
+
+    copied = PickledByValue(partial(ProcessState.of_this_process().run, entry))
+    returned = launcher.launch(copied, described, rendezvous)
+    return {rank: unpack_bytes(value) for rank, value in returned.items()}
 
 
 def _finish_checkpoints(checkpoint_io: CheckpointIO) -> None:
