@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rankwise.fabric import Fabric
     from rankwise.gradient_sync import GradientSyncMode, gradient_sync_context, register_ddp_comm_hook
     from rankwise.launchers import Launcher
+    from rankwise.launchers.commands import CommandLauncher
     from rankwise.ranks import RankInfo, rank_zero_info, rank_zero_only, rank_zero_warn
     from rankwise.registry import StrategyRegistry
     from rankwise.seed import seed_everything
@@ -42,6 +43,7 @@ _HOMES = {
     "rankwise.fabric": "Fabric",
     "rankwise.gradient_sync": "GradientSyncMode gradient_sync_context register_ddp_comm_hook",
     "rankwise.launchers": "Launcher",
+    "rankwise.launchers.commands": "CommandLauncher",
     "rankwise.ranks": "RankInfo rank_zero_info rank_zero_only rank_zero_warn",
     "rankwise.registry": "StrategyRegistry",
     "rankwise.seed": "seed_everything",
@@ -53,6 +55,7 @@ _HOMES = {
 __all__ = [
     "Callback",
     "ClusterEnvironment",
+    "CommandLauncher",
     "DDPElasticStrategy",
     "DDPForkStrategy",
     "DDPSpawnStrategy",

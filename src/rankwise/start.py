@@ -16,6 +16,9 @@ except OSError:
 # Set by the main process of strategy "ddp" for the scripts that it runs again.
 CONTEXT_VARIABLE = "RANKWISE_WORKER"
 
+JOB_KEY = "RANKWISE_JOB_KEY"
+"""The environment variable with a job's key where no launcher of rankwise gives the ranks one."""
+
 # Set in such a script: returns the random state of the main process when it imported `rankwise.seed`.
 main_random_state: Callable[[], Any] | None = None
 

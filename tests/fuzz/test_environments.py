@@ -20,9 +20,9 @@ from rankwise.launchers.context import WorkerContext, describe_context
 from rankwise.launchers.worker_main import attach
 from rankwise.process_group.group import check_interface
 from rankwise.ranks import RankInfo, set_rank_zero_only
-from rankwise.start import CONTEXT_VARIABLE
+from rankwise.start import CONTEXT_VARIABLE, JOB_KEY
 from rankwise.stores.restart import current_restart
-from rankwise.stores.sealed import JOB_KEY, job_key_of_environment
+from rankwise.stores.sealed import job_key_of_environment
 from rankwise.strategies import DDPStrategy
 from tests.fuzz.inputs import Fuzzing, damaged_json, text_from
 from tests.unit.environments import variables

@@ -95,6 +95,13 @@ class FailureRecord:
         """Return the record that `to_json` wrote; raise `ProcessGroupError` if `payload` has none."""
         return decoded(cls, payload, "a failure record")
 
+    def on_clock_of(self, offset_s: float, **facts: Any) -> FailureRecord:
+        """Return the record with times of a clock that is this much ahead, and with other facts replaced."""
+        heartbeat = self.heartbeat
+        if heartbeat is not None:
+            heartbeat = dataclasses.replace(heartbeat, at_s=heartbeat.at_s + offset_s)
+        return dataclasses.replace(self, at_s=self.at_s + offset_s, heartbeat=heartbeat, **facts)
+
     def to_json(self) -> bytes:
         return json.dumps(dataclasses.asdict(self)).encode()
 

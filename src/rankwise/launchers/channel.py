@@ -30,7 +30,7 @@ REQUEST_ID_SIZE = 8
 class Kind(IntEnum):
     """The type of a frame."""
 
-    HELLO = 1  # worker: the process has started
+    HELLO = 1  # worker: the process has started; its heartbeat, if it shares no memory with the supervisor
     FAILURE = 2  # worker: a failure record, as JSON
     DONE = 3  # worker: its part of the job is finished, its value is packed
     STOP = 4  # supervisor: end the job

@@ -99,6 +99,8 @@ class WorkerContext:
     hosts_store: bool = False  # whether this rank has to host the store itself
     store_outlives: bool = False  # it may hold keys of an earlier start, as an elastic agent's does
     channel: RankChannel | None = None  # to the supervisor; None where nothing was launched (`inline`)
+    supervisor_host: str = ""  # where one supervisor, on another host, has the channels of all ranks
+    clock_offset_s: float = 0.0  # the supervisor's monotonic clock less this host's
     key: bytes = field(default=b"", repr=False)  # of the job, which only its ranks have
     job: int = 1  # counts the jobs of this group of processes from 1 on; keeps their keys apart in the store
     on_stop: Callable[[], None] | None = None  # runs in another thread, before this rank is interrupted
@@ -138,6 +140,11 @@ class WorkerContext:
             store = PrivateStore(self.channel.ask_store, timeout)  # also where the ranks meet in a TCP store
             self.key = store.compare_set("job_key", "", secrets.token_hex(32))
         return self.key or job_key_of_environment()
+
+    @property
+    def meeting_host(self) -> str | None:
+        """The host at which all ranks meet; None if that is this one, or unknown."""
+        return self.supervisor_host or (None if self.address is None else self.address[0])
 
     def limit_store(self, timeout: timedelta) -> None:
         """Set the store's timeout for the time after the rendezvous, for the monitor too."""
@@ -199,7 +206,7 @@ class WorkerContext:
 
         if self._monitor is None:
             rank, size, channel = self.ranks.global_rank, self.ranks.world_size, self.channel
-            if channel is not None and self.ranks.is_one_node:
+            if channel is not None and (self.ranks.is_one_node or self.supervisor_host):
                 self._monitor_store = PrivateStore(channel.ask_store, timeout)
                 store = self._of_this_job(self._monitor_store, timeout)
                 prefix = job_prefix(self.job, self._start)
@@ -251,7 +258,7 @@ class WorkerContext:
             return  # stopping is not a failure: every rank stops at the same step
         if self.channel is not None:
             record = FailureRecord.of_exception(self.ranks, error) if record is None else record
-            record = dataclasses.replace(record, has_met=self.failure_exchange is not None)
+            record = record.on_clock_of(self.clock_offset_s, has_met=self.failure_exchange is not None)
             self.channel.send(Kind.FAILURE, record.to_json())
         elif record is not None and record.is_consequence and is_early:
             return  # the error file of a consequence is written late: see `_write_error_file`

@@ -27,7 +27,12 @@ import rankwise.process_group.step_agreement  # noqa: F401  as above
 from rankwise.errors import LaunchRefusedError
 from rankwise.failures.record import FailureRecord
 from rankwise.launchers.context import Entry, Launcher, WorkerContext
-from rankwise.launchers.preconditions import refuse_patched_threads, refuse_removed_directory, shortages_named
+from rankwise.launchers.preconditions import (
+    refuse_patched_threads,
+    refuse_removed_directory,
+    refuse_while_main_is_imported,
+    shortages_named,
+)
 from rankwise.launchers.process_state import ProcessState
 from rankwise.launchers.supervisor import SupervisionOptions, Supervisor
 from rankwise.launchers.worker_group import WorkerGroup, WorkerLinks, WorkerStarter
@@ -105,17 +110,24 @@ class MultiprocessLauncher(Launcher):
                 with objects_frozen() if self.start_method == "fork" else nullcontext():
                     group.start(self.local_ranks, _starter(self.start_method, job))
                 group.supervisor.start()
-            group.supervisor.begin_job(until_exit=True)
-            _end_jobs_at_exit()
-            _supervisors.add(group.supervisor)
-            cleanup.callback(_supervisors.discard, group.supervisor)
-            try:
-                with group.supervisor.handle_signals():
-                    group.supervisor.wait_job()
-            except StoppedBySignal as stopped:
-                stopped.values = _values_of(group, started_s)
-                raise
-            return _values_of(group, started_s)
+            return run_job(group, started_s)
+
+
+def run_job(group: WorkerGroup, started_s: float) -> dict[int, Any]:
+    """Supervise started workers until they have exited; return their values, or raise as `launch` does."""
+    supervisor = group.supervisor
+    supervisor.begin_job(until_exit=True)
+    _end_jobs_at_exit()
+    _supervisors.add(supervisor)
+    try:
+        with supervisor.handle_signals():
+            supervisor.wait_job()
+    except StoppedBySignal as stopped:
+        stopped.values = _values_of(group, started_s)
+        raise
+    finally:
+        _supervisors.discard(supervisor)
+    return _values_of(group, started_s)
 
 
 def _values_of(group: WorkerGroup, started_s: float) -> dict[int, Any]:
@@ -222,12 +234,7 @@ def refuse_where_impossible(start_method: str) -> None:
             message=f"start_method={start_method!r} cannot work in a daemon: it may start no processes.",
             remedy="launch from a process that is not a daemon; a DataLoader's worker is one.",
         )
-    if getattr(multiprocessing.process.current_process(), "_inheriting", False):
-        raise LaunchRefusedError(
-            message=f"start_method={start_method!r} was used while the main module was still being imported.",
-            facts="each worker imports the main module, which launches again.",
-            remedy='put what starts the training under: if __name__ == "__main__":',
-        )
+    refuse_while_main_is_imported(start_method)
     if start_method == "fork" and torch.cuda.is_initialized():
         raise LaunchRefusedError(
             message="start_method='fork' cannot work: CUDA is initialised in this process already.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import errno
+import multiprocessing.process
 import os
 import select
 import socket
@@ -49,6 +50,16 @@ def refuse_removed_directory() -> None:
             message="The ranks cannot be started where the working directory has been removed.",
             remedy="call os.chdir() with a folder that exists, or start the program in one.",
         ) from None
+
+
+def refuse_while_main_is_imported(start_method: str) -> None:
+    """Raise `LaunchRefusedError` in a worker that imports the main module, which would launch again."""
+    if getattr(multiprocessing.process.current_process(), "_inheriting", False):
+        raise LaunchRefusedError(
+            message=f"start_method={start_method!r} was used while the main module was still being imported.",
+            facts="each worker imports the main module, which launches again.",
+            remedy='put what starts the training under: if __name__ == "__main__":',
+        )
 
 
 @contextmanager

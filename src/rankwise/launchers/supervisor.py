@@ -40,7 +40,7 @@ from rankwise.processes.signals import (
     raises_keyboard_interrupt,
     stopped_by,
 )
-from rankwise.processes.started_process import StartedProcess, has_memory, is_suspended
+from rankwise.processes.started_process import StartedProcess
 from rankwise.ranks import RankInfo
 from rankwise.stores.private import StoreTable
 from rankwise.stores.tcp import RendezvousEndpoint
@@ -50,10 +50,6 @@ _CHUNK = 1 << 16
 _SETTLE_S = 0.5
 # The shortest time that rank 0 in the main process has to leave the job, when all others have ended.
 _TO_LEAVE_S = 1.0
-_LOST_CHANNEL = (
-    "its process runs, but its channel is closed: it has replaced itself by another program (os.exec...), or "
-    "closed a descriptor that it has not opened"
-)
 # The shortest pause between two checks whether a checkpoint has been written.
 _SHORTEST_PAUSE_S = 0.1
 
@@ -99,9 +95,14 @@ class SupervisedRank(MonitoredRank):
         is_idle = self.process is None and (self.has_left_job or self.jobs_done >= job)
         return self.has_ended or is_idle
 
+    def record(self, **facts: object) -> FailureRecord:
+        """Return a record of this rank."""
+        host = "" if self.process is None else self.process.host
+        return FailureRecord.of_rank(self.ranks, self.pid, host=host or socket.gethostname(), **facts)
+
     def end(self, phase: str) -> FailureRecord:
         """Return the record of a rank whose process has ended."""
-        return FailureRecord.of_rank(self.ranks, self.pid, exit_status=self.exit_status, phase=phase)
+        return self.record(exit_status=self.exit_status, phase=phase)
 
     def phase(self, is_in_job: bool) -> str:
         """Return at which point of the job the rank's process ended."""
@@ -138,7 +139,7 @@ class ShutdownSequence:
             if not worker.has_failed and not worker.has_ended and worker.jobs_done < self._job:
                 self.failures.stopped.append(worker.ranks.global_rank)
             self.send(worker, Kind.STOP, b"")
-            if worker.process is not None and is_suspended(worker.process.pid):
+            if worker.process is not None and worker.process.is_suspended():
                 worker.process.kill()  # it would not react
         self.loop.call_later(self.options.grace_period_s, self._end_grace)
 
@@ -268,7 +269,7 @@ class Supervisor:
             if is_in_job and worker.has_ended and not worker.has_failed:
                 self._on_early_end(worker, "before the next job began")
             elif worker.process is not None and not worker.is_connected:
-                self._on_lost_channel(worker, worker.process.pid)
+                self._on_lost_channel(worker, worker.process)
         self._check()
 
     def wait_job(self) -> None:
@@ -363,7 +364,7 @@ class Supervisor:
 
     def ranks(self) -> list[FailureRecord]:
         """Return for each local rank a record that says which it is."""
-        return [FailureRecord.of_rank(worker.ranks, worker.pid) for worker in self._workers]
+        return [worker.record() for worker in self._workers]
 
     def close(self) -> None:
         """End the thread and close all descriptors; the processes must be gone."""
@@ -472,27 +473,28 @@ class Supervisor:
                 worker.has_ended = True
                 self._stop_all()
             else:
-                self._on_lost_channel(worker, worker.process.pid)
+                self._on_lost_channel(worker, worker.process)
 
     def _disconnect(self, worker: SupervisedRank) -> None:
         self._loop.unregister(worker.sock)
         worker.is_connected = False
 
-    def _on_lost_channel(self, worker: SupervisedRank, pid: int) -> None:
+    def _on_lost_channel(self, worker: SupervisedRank, process: StartedProcess) -> None:
         """Fail if a rank that runs cannot report any more; one that ends is reported with its exit status."""
         is_in_job = self._job > 0 and worker.jobs_done < self._job
         is_expected = worker.has_failed or worker.has_stopped or self._shutdown.has_begun
-        if is_in_job and not is_expected and has_memory(pid):
-            self._on_broken_channel(worker, _LOST_CHANNEL)
+        if is_in_job and not is_expected and process.has_memory():
+            self._on_broken_channel(worker, process.lost_channel)
 
     def _on_broken_channel(self, worker: SupervisedRank, message: str) -> None:
         worker.has_failed = worker.has_left_job = True
         facts = {"exception_type": "BrokenChannel", "exception_message": message}
-        self._on_failure(FailureRecord.of_rank(worker.ranks, worker.pid, **facts))
+        self._on_failure(worker.record(**facts))
 
     def _receive(self, worker: SupervisedRank, kind: Kind, payload: bytes) -> None:
         if kind is Kind.HELLO:
             worker.has_started = True
+            worker.heartbeat.receive(payload)
         elif kind in (Kind.DONE, Kind.STOPPED):
             if kind is Kind.STOPPED:
                 self._stopped_by = signal_in(payload)

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
+from rankwise.environments.network import LOOPBACK
 from rankwise.failures.exchange import CrossNodeFailures
 from rankwise.launchers.context import WorkerContext, torchrun_variables
 from rankwise.launchers.supervisor import SupervisionOptions, Supervisor
@@ -52,14 +53,14 @@ class WorkerGroup:
         self._options = options
         self.memory_files = ExitStack()
 
-    def open_rendezvous(self, rendezvous: str) -> None:
-        """Host the store through which the ranks meet, if this process must."""
+    def open_rendezvous(self, rendezvous: str, host: str = LOOPBACK) -> None:
+        """Host the store through which the ranks meet, if this process must; `host` is for the TCP store."""
         timeout = self._options.init_timeout
         if (endpoint := self._options.endpoint) is not None:
             self.address = endpoint.address
             self.store = hosted_store(timeout, endpoint.address) if endpoint.hosts else None
         elif rendezvous == "tcp":
-            self.store, self.address = host_store(timeout)
+            self.store, self.address = host_store(timeout, (host, 0))
 
     def context_of(self, ranks: RankInfo) -> WorkerContext:
         """Return the context of a rank's present job, without a channel."""

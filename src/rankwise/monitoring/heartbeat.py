@@ -28,6 +28,7 @@ _ORDER = ("data loading", "forward", "backward", OPTIMIZER)
 # this one does in a hook after a failure.
 _SAVING = struct.Struct("=?")
 _SAVING_AT, _SAVING_IN_HOOK_AT = _RECORD.size, _RECORD.size + _SAVING.size
+_CONTENTS = _SAVING_IN_HOOK_AT + _SAVING.size  # bytes
 
 NO_FILE = -1
 """In place of a descriptor: no other process reads the page, only `own_heartbeat`."""
@@ -124,6 +125,14 @@ def own_heartbeat() -> Heartbeat | None:
     return None if _page is None else _read(_page)
 
 
+def contents_of_page(clock_offset_s: float) -> bytes:
+    """Return this process's heartbeat for `HeartbeatReader.receive`, with times of the reader's clock."""
+    if _page is None:
+        return bytes(_CONTENTS)
+    step, at_s, waits, phase = _RECORD.unpack_from(_page)
+    return _RECORD.pack(step, at_s + clock_offset_s, waits, phase) + _page[_RECORD.size : _CONTENTS]
+
+
 @final
 @dataclass(frozen=True)
 class Heartbeat:
@@ -171,6 +180,11 @@ class HeartbeatReader:
     def read(self) -> Heartbeat:
         """Return what the rank wrote last."""
         return _read(self._page)
+
+    def receive(self, contents: bytes) -> None:
+        """Take what `contents_of_page` returned in the rank's process; nothing where it writes the page."""
+        if contents:
+            self._page[:_CONTENTS] = contents  # raises for another length
 
     def close(self) -> None:
         """Close the page; nobody reads it afterwards."""

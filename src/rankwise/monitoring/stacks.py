@@ -68,6 +68,9 @@ def dump_stacks(workers: Sequence[MonitoredRank], reason: str) -> None:
             write_stderr(f"{title} (this process):\n{_own_stacks()}")
         elif worker.has_started:
             write_stderr(f"{title} (pid {process.pid}):\n")
+            if not process.is_here:
+                write_stderr(f"  (not available: its host is {process.host!r}; send it SIGUSR2 there)\n")
+                continue
             if not _has_signal(process.pid, "SigCgt", or_else=True):
                 write_stderr("  (not available: it runs another program, or has no handler of the signal)\n")
                 continue

@@ -58,12 +58,19 @@ class ParentDeathPipe:
 
 def end_with_writer(read_end: int) -> None:
     """End this process when the last write end of a pipe is closed."""
-    try:
+    own = read_end
+    with suppress(OSError):  # no Linux
         # The signal belongs to an open file: not to the one that other processes have inherited too.
         own = os.open(f"/proc/self/fd/{read_end}", os.O_RDONLY | os.O_CLOEXEC)
+    end_with_peer(own)
+
+
+def end_with_peer(own: int) -> None:
+    """End this process when the other end of a connection is closed, which must not carry anything more."""
+    try:
         _kill_at_end_of_file(own, os.getpid())
     except (OSError, AttributeError):  # no Linux
-        threading.Thread(target=_exit_at_end_of_file, args=(read_end,), daemon=True).start()
+        threading.Thread(target=_exit_at_end_of_file, args=(own,), daemon=True).start()
         return
     poll = select.poll()  # unlike select.select it takes descriptors of 1024 and more
     poll.register(own, select.POLLIN)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing.process
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -49,11 +50,62 @@ def has_memory(pid: int) -> bool:
 
 
 class StartedProcess(ABC):
-    """A process that was started here, and that ends with this one. No other process is ever signalled."""
+    """A process that was started from here, and that ends with this one.
+
+    Attributes:
+        pid: its id on its host; 0 as long as it is unknown.
+        host: its host; empty as long as it is unknown.
+        was_killed: whether `kill` was called.
+        is_here: whether it can be given signals and looked up in /proc.
+        lost_channel: why its channel may be closed while it runs.
+    """
+
+    pid: int
+    host: str = ""
+    was_killed: bool = False
+    is_here: bool = True
+    lost_channel: str = (
+        "its process runs, but its channel is closed: it has replaced itself by another program "
+        "(os.exec...), or closed a descriptor that it has not opened"
+    )
+
+    @abstractmethod
+    def fileno(self) -> int:
+        """Return a descriptor that becomes readable when the process ends."""
+
+    @abstractmethod
+    def wait(self) -> int | None:
+        """Return the exit status of the process, which has ended; None if unknown.
+
+        A negative one is the signal that ended it.
+        """
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End the process at once, if it still runs."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the descriptors; the process must have ended."""
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, where that is possible."""
+
+    def is_suspended(self) -> bool:
+        """Whether the process reacts to nothing but SIGKILL, as far as is known."""
+        return False
+
+    def has_memory(self) -> bool:
+        """Whether the process runs a program, and does not end at this moment."""
+        return True
+
+
+class LocalProcess(StartedProcess):
+    """A process on this machine. No other process is ever signalled."""
 
     def __init__(self, pid: int, parent_pipe: ParentDeathPipe) -> None:
         self.pid = pid
-        self.was_killed = False  # from here
+        self.host = socket.gethostname()
         self._parent_pipe = parent_pipe
         self._reaping = threading.Lock()
         self._is_reaped = False
@@ -68,14 +120,10 @@ class StartedProcess(ABC):
             raise
 
     def fileno(self) -> int:
-        """Return a descriptor that becomes readable when the process ends."""
         return self._end_descriptor
 
     def wait(self) -> int | None:
-        """Reap the process, which has ended; return its exit status, None if unknown.
-
-        A negative one is the signal that ended it.
-        """
+        """Reap the process, which has ended; return its exit status; see `StartedProcess.wait`."""
         with self._reaping:
             if not self._is_reaped:
                 self._exit_status = self._reap()
@@ -98,6 +146,12 @@ class StartedProcess(ABC):
                 signal.pidfd_send_signal(self._end_descriptor, number)
             elif not self._is_reaped:
                 os.kill(self.pid, number)
+
+    def is_suspended(self) -> bool:
+        return is_suspended(self.pid)
+
+    def has_memory(self) -> bool:
+        return has_memory(self.pid)
 
     def close(self) -> None:
         """Close the descriptors; the process must have been reaped."""
@@ -142,7 +196,7 @@ _HAS_PIDFD = _has_pidfd()
 
 
 @final
-class PopenProcess(StartedProcess):
+class PopenProcess(LocalProcess):
     """A re-run script."""
 
     def __init__(self, popen: subprocess.Popen[bytes], parent_pipe: ParentDeathPipe) -> None:
@@ -159,7 +213,7 @@ class PopenProcess(StartedProcess):
 
 
 @final
-class MultiprocessingProcess(StartedProcess):
+class MultiprocessingProcess(LocalProcess):
     """A process of the standard library's multiprocessing: spawned, forked, or forked by the forkserver."""
 
     def __init__(self, process: multiprocessing.process.BaseProcess, parent_pipe: ParentDeathPipe) -> None:

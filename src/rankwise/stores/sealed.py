@@ -13,10 +13,8 @@ from typing import Any, final
 import torch.distributed as dist
 
 from rankwise.errors import ConfigurationError, PeerAuthenticationError
+from rankwise.start import JOB_KEY
 from rankwise.stores.private import PrivateStore, store_below_prefixes
-
-JOB_KEY = "RANKWISE_JOB_KEY"
-"""The environment variable with a job's key where no launcher of rankwise gives the ranks one."""
 
 CODE_BYTES = 32
 _HASH = "sha256"

@@ -265,7 +265,7 @@ class DDPStrategy(Strategy):
         job = self.job
         job.cleanup.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(threads_per_rank(self.ranks.local_world_size))
-        job.cleanup.enter_context(gloo_on_interface(interface_of(self.ranks, job.worker.address)))
+        job.cleanup.enter_context(gloo_on_interface(interface_of(self.ranks, job.worker.meeting_host)))
         if self.ranks.world_size > 1:
             key = job.worker.job_key(self.init_timeout)
             job.cleanup.enter_context(groups_authenticated(key, self.init_timeout))

@@ -294,11 +294,11 @@ def _store_address(environment: ClusterEnvironment, hosts: bool) -> str:
     return find_address(environment.main_address, environment.other_node)
 
 
-def interface_of(ranks: RankInfo, address: tuple[str, int] | None) -> str | None:
+def interface_of(ranks: RankInfo, meeting_host: str | None) -> str | None:
     """Return the network interface for gloo: loopback on one node, else the one toward rank 0, if known."""
     if ranks.is_one_node:
         return LOOPBACK_INTERFACE
-    return None if address is None else interface_toward(address[0])
+    return None if meeting_host is None else interface_toward(meeting_host)
 
 
 def _number_of_nodes(environment: NodesEnvironment, local_world_size: int, given: int | None) -> int:

@@ -21,7 +21,7 @@ from rankwise.launchers.supervisor import SupervisionOptions, Supervisor
 from rankwise.monitoring.heartbeat import HeartbeatReader
 from rankwise.processes.memory_file import create_memory_file
 from rankwise.processes.parent_death import ParentDeathPipe
-from rankwise.processes.started_process import StartedProcess
+from rankwise.processes.started_process import LocalProcess
 from rankwise.ranks import RankInfo
 from rankwise.stores.private import pack_fields
 
@@ -32,7 +32,7 @@ GONE = 1 << 22  # no process has such an id
 LOST_PEER = "Connection closed by peer"
 
 
-class ScriptedProcess(StartedProcess):
+class ScriptedProcess(LocalProcess):
     """The stand-in for a process: a pipe in place of its pidfd, which is closed when the test ends it."""
 
     def __init__(self, pid: int, parent_pipe: ParentDeathPipe | None = None) -> None:

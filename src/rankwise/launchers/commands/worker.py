@@ -1,0 +1,102 @@
+"""The program of a rank that was started by a command: connect to the launching process, and be its worker.
+
+python -m rankwise.launchers.commands.worker HOST PORT GLOBAL_RANK
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import sys
+import threading
+import time
+from functools import partial
+from multiprocessing import spawn
+from typing import Any
+
+from rankwise.launchers.channel import Kind, RankChannel
+from rankwise.launchers.commands.connection import (
+    Connection,
+    Purpose,
+    RemoteJob,
+    connect,
+    receive_bytes,
+    receive_file,
+    send_file,
+)
+from rankwise.launchers.context import WorkerContext
+from rankwise.launchers.worker_main import JobSpec, open_channel, run_worker
+from rankwise.monitoring.heartbeat import LEAVING, NO_FILE, contents_of_page, report_phase
+from rankwise.processes.parent_death import end_with_peer
+from rankwise.start import JOB_KEY
+
+_HEARTBEAT_S = 0.2
+
+
+def main(host: str, port: str, rank: str) -> None:
+    """Run one job as a rank."""
+    if not (key := os.fsencode(os.environ.pop(JOB_KEY, ""))):
+        sys.exit(f"rankwise: {JOB_KEY} is not set: start() has to set the variables that it is given.")
+    open_connection = partial(connect, (host, int(port)), key, global_rank=int(rank))
+    lifeline = open_connection(Purpose.LIFELINE)
+    end_with_peer(lifeline.sock.fileno())
+    connection = open_connection(Purpose.CHANNEL)
+    job, entry = _receive_job(connection)
+    worker = job.worker
+    worker.key, worker.clock_offset_s = key, connection.clock_offset_s
+    worker.channel = open_channel(connection.sock, NO_FILE)
+    sending = (worker.channel, connection.clock_offset_s)
+    threading.Thread(target=_send_heartbeats, args=sending, name="rankwise-heartbeat", daemon=True).start()
+    spec = JobSpec(partial(_run, job, entry), job.start_method)
+    spec.set_up_process({})
+    run_worker(spec, worker, partial(_return_value, open_connection), on_failure=lambda error: 1)
+    report_phase(LEAVING)
+
+
+def _receive_job(connection: Connection) -> tuple[RemoteJob, int]:
+    """Return the job, and a descriptor of the packed entry."""
+    from rankwise.processes.memory_file import create_memory_file
+
+    job: RemoteJob = pickle.loads(receive_bytes(connection.sock))
+    entry = create_memory_file()
+    receive_file(connection.sock, entry)
+    return job, entry
+
+
+def _run(job: RemoteJob, entry: int, worker: WorkerContext) -> Any:
+    """Import the main module, then run the entry."""
+    from rankwise.processes.memory_file import unpack
+
+    process: Any = multiprocessing.process.current_process()
+    process._inheriting = True  # what the main module starts meanwhile is refused
+    try:
+        spawn.prepare(job.preparation)
+        function = unpack(entry, copy=False)
+    finally:
+        del process._inheriting
+    return function(worker)
+
+
+def _return_value(open_connection: Any, value: object) -> None:
+    from rankwise.processes.memory_file import create_memory_file, pack
+
+    descriptor = create_memory_file()
+    pack(value, descriptor)
+    with open_connection(Purpose.VALUE).sock as sock:
+        send_file(sock, descriptor)
+        if not sock.recv(1):
+            raise EOFError("the launching process has not taken what this rank returned")
+
+
+def _send_heartbeats(channel: RankChannel, clock_offset_s: float) -> None:
+    last = b""
+    while True:
+        if (contents := contents_of_page(clock_offset_s)) != last:
+            channel.send(Kind.HELLO, contents)
+            last = contents
+        time.sleep(_HEARTBEAT_S)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,32 @@
+"""The programs of docs/launchers.md run; ssh is a stand-in that runs the command here."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.scripts import ScriptRunner
+
+PAGE = (Path(__file__).parents[2] / "docs" / "launchers.md").read_text()
+PROGRAMS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+ON_THIS_MACHINE = {"num_nodes=2": "num_nodes=1", "devices=1": "devices=2", "10.0.0.1": "127.0.0.1"}
+
+
+@pytest.mark.parametrize("number", range(2), ids=["commands", "own"])
+def test_programs(run_script: ScriptRunner, tmp_path: Path, number: int) -> None:
+    """Each runs a function on two ranks."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\nshift\nexec "$@"\n')
+    ssh.chmod(0o755)
+    program = PROGRAMS[number]
+    for shown, here in ON_THIS_MACHINE.items():
+        program = program.replace(shown, here)
+    result = run_script(program, env={"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"})
+    assert result.returncode == 0, result
+    assert result.stdout == "ranks: 2.0\n", result
+
+
+def test_there_are_no_other_programs() -> None:
+    """All are run."""
+    assert len(PROGRAMS) == 2
