@@ -46,6 +46,7 @@ def test_private_modules_stay_in_their_folder() -> None:
 TABLES = {
     "rankwise": "_HOMES",
     "rankwise.callbacks": "_HOMES",
+    "rankwise.launchers.commands": "_HOMES",
     "rankwise.loggers": "_HOMES",
     "rankwise.profilers": "_HOMES",
     "rankwise.lightning": "_HOMES",

@@ -34,7 +34,7 @@ from rankwise.start import JOB_KEY
 _HEARTBEAT_S = 0.2
 
 
-def main(host: str, port: str, rank: str) -> None:
+def run_rank(host: str, port: str, rank: str) -> None:
     """Run one job as a rank."""
     if not (key := os.fsencode(os.environ.pop(JOB_KEY, ""))):
         sys.exit(f"rankwise: {JOB_KEY} is not set: start() has to set the variables that it is given.")
@@ -99,4 +99,4 @@ def _send_heartbeats(channel: RankChannel, clock_offset_s: float) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_rank(*sys.argv[1:])
