@@ -47,6 +47,7 @@ class Launcher(ABC):
             caller's own objects.
         copies_entry: whether `launch` itself gives each process a copy of the entry and the state of this
             process. If not, `launch` gets an entry that every pickler copies, and that returns bytes.
+        has_channels: whether ranks have a channel to a supervisor, over which they can meet privately.
         all_ranks: the ranks to start; set by `bound_to`.
         options: how ranks are started, watched and ended, as far as the launcher does that; set by
             `bound_to`.
@@ -54,6 +55,7 @@ class Launcher(ABC):
 
     runs_in_caller: ClassVar[bool] = False
     copies_entry: ClassVar[bool] = False
+    has_channels: ClassVar[bool] = False
     all_ranks: tuple[RankInfo, ...]
     options: SupervisionOptions
 
@@ -79,7 +81,7 @@ class Launcher(ABC):
         Args:
             entry: the function to run; it sets up and tears down.
             described: the parts of `entry` by the names that error messages use for them.
-            rendezvous: `"private"` if the ranks may meet over their channels, if they have any; else `"tcp"`.
+            rendezvous: `"private"` or `"tcp"`; without channels there is no difference.
 
         Raises:
             LaunchRefusedError: when this launcher cannot work here; nothing was started.

@@ -50,6 +50,7 @@ from rankwise.strategies.module_wrapping import (
 )
 from rankwise.strategies.placement import (
     Placement,
+    check_given_launcher,
     check_private_rendezvous,
     inline_launcher,
     interface_of,
@@ -57,7 +58,6 @@ from rankwise.strategies.placement import (
     place_on_node,
     ranks_on_all_nodes,
     ranks_on_node,
-    refuse_started_ranks,
     rendezvous_endpoint,
 )
 
@@ -199,7 +199,7 @@ class DDPStrategy(Strategy):
             )
         self._check_variables(placement)
         if (launcher := self.process_config.launcher) is not None:
-            refuse_started_ranks(placement, launcher)
+            check_given_launcher(placement, launcher, is_private=self.rendezvous == "private")
             return launcher.bound_to(ranks_on_all_nodes(ranks), self._supervision_options(placement, None))
         if self.rendezvous == "private":
             check_private_rendezvous(placement)

@@ -225,8 +225,14 @@ def ranks_on_all_nodes(first: RankInfo) -> tuple[RankInfo, ...]:
     return tuple(ranks for node in nodes for ranks in ranks_on_node(node))
 
 
-def refuse_started_ranks(placement: Placement, launcher: Launcher) -> None:
-    """Raise where a launcher is to start all ranks, but this process is one of several already."""
+def check_given_launcher(placement: Placement, launcher: Launcher, *, is_private: bool) -> None:
+    """Make sure that this process is the only one of its job, and that the ranks can meet as they should."""
+    if is_private and not launcher.has_channels:
+        raise ConfigurationError(
+            message="rendezvous='private' is not possible: the ranks of this launcher have no channels.",
+            facts=f"launcher={launcher!r}.",
+            remedy='leave rendezvous at "auto".',
+        )
     environment, ranks = placement.environment, script_place()
     if environment.creates_processes_externally:
         who = f"{environment.name} has started the ranks already"

@@ -469,6 +469,7 @@ NODE_BY_HAND = {"NODE_RANK": "0", "NNODES": "2", "MASTER_ADDR": "localhost", "MA
         (DDPStrategy, {"launcher": IdleLauncher}, r"expected an instance of Launcher.*IdleLauncher\(\)"),
         (DDPStrategy, {"start_method": "fork"}, "no other way to start them"),
         (DDPStrategy, {"command": ["train"]}, "no other way to start them"),
+        (DDPStrategy, {"rendezvous": "private"}, "this launcher have no channels"),
         (DDPForkStrategy, {}, "no other way to start them"),
         (DDPElasticStrategy, {}, "no other way to start them"),
         (

@@ -62,6 +62,7 @@ class CommandLauncher(Launcher):
     """
 
     copies_entry = True
+    has_channels = True
     start_method: ClassVar[str] = "command"
 
     start: Start
