@@ -45,7 +45,7 @@ def variables(rank: int, port: int) -> Mapping[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "promised"),
+    ("command", "promised"),
     [
         ("plain_loop.py", "the same on every rank"),
         pytest.param("gan.py", "mean images differ by 0.0", marks=pytest.mark.soak),
@@ -54,11 +54,16 @@ def variables(rank: int, port: int) -> Mapping[str, str]:
         ),  # the README's is run
         pytest.param("register_alias.py", "y = 3.00 x + 1.00", marks=pytest.mark.soak),
         pytest.param("char_lm.py", "nats per character", marks=pytest.mark.soak),
+        (
+            "fsspec_checkpoints.py memory://line",
+            "continued from memory://line/last.ckpt, now: epoch=2.ckpt, last.ckpt",
+        ),
     ],
 )
-def test_example(name: str, promised: str, run_script: ScriptRunner) -> None:
+def test_example(command: str, promised: str, run_script: ScriptRunner) -> None:
     """The example prints the expected text once."""
-    result = run_script(EXAMPLES / name, timeout=100)
+    name, *arguments = command.split()
+    result = run_script(EXAMPLES / name, *arguments, timeout=100)
     assert result.returncode == 0, result
     assert result.stdout.count(promised) == 1, result
 

@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 from rankwise import Trainer
 from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from rankwise.errors import WorkerRaisedError
+from tests.helpers.bucket import Bucket
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import ddp, with_tests
 from tests.process.training_tasks import FEATURES, Regression, dataset, loader, quiet_trainer
@@ -116,16 +117,19 @@ def check_evaluation(trainer: Trainer, module: Regression, expected: Trainer, ot
 
 
 @pytest.mark.quick
-def test_a_second_run_has_a_last_checkpoint_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["", "bucket://"])
+def test_a_second_run_has_a_last_checkpoint_of_its_own(scheme: str, tmp_path: Path) -> None:
     """The ranks of a second run in a folder agree on another file; a run that resumes replaces its own."""
+    folder, io = (f"{scheme}run", Bucket(tmp_path)) if scheme else (str(tmp_path / "run"), None)
     expected = [{"last.ckpt": 3}, {"last.ckpt": 3, "last-v1.ckpt": 6}, {"last.ckpt": 3, "last-v1.ckpt": 9}]
     for max_epochs, (steps, ckpt_path) in enumerate(zip(expected, [None, None, "last"], strict=True), 1):
-        saving = ModelCheckpoint(tmp_path, save_top_k=0, save_last=True)
+        saving = ModelCheckpoint(folder, save_top_k=0, save_last=True)
         options = {"max_epochs": max_epochs, "callbacks": saving, "enable_checkpointing": True}
-        quiet_trainer("ddp_fork", 2, **options).fit(Regression(), loader(24, 4), ckpt_path=ckpt_path)
-        found = {path.name: torch.load(path)["global_step"] for path in tmp_path.iterdir()}
+        train = quiet_trainer("ddp_fork", 2, plugins=io, **options)
+        train.fit(Regression(), loader(24, 4), ckpt_path=ckpt_path)
+        found = {path.name: torch.load(path)["global_step"] for path in (tmp_path / "run").iterdir()}
         assert found == steps
-        assert Path(saving.last_model_path) == tmp_path / list(steps)[-1]
+        assert saving.last_model_path == f"{folder}/{list(steps)[-1]}"
 
 
 class Adapter(nn.Module):

@@ -10,7 +10,7 @@ import rankwise.errors
 from rankwise import Trainer
 from rankwise.errors import ConfigurationError
 from rankwise.failures.record import FailureRecord
-from rankwise.paths import absolute_path, path_in_package, unused_checkpoint
+from rankwise.paths import absolute_path, checkpoint_path, is_path_below, join_path, path_in_package
 from rankwise.process_group.interception import call_from_here
 from rankwise.ranks import RankInfo
 
@@ -28,14 +28,23 @@ def test_a_relative_path_without_a_working_directory(tmp_path: Path, monkeypatch
         Trainer(strategy="single_device")
 
 
-def test_a_symbolic_link_is_not_our_own(tmp_path: Path) -> None:
-    """Another name is chosen, also beside a link to nothing: a file that a link names is not replaced."""
-    best, last, version = (tmp_path / name for name in ("best.ckpt", "last.ckpt", "last-v1.ckpt"))
-    best.touch()
-    last.symlink_to(best)
-    version.symlink_to(tmp_path / "removed.ckpt")
-    assert unused_checkpoint(tmp_path, "last", own=[str(last)]) == str(tmp_path / "last-v2.ckpt")
-    assert unused_checkpoint(tmp_path, "best", own=[str(best)]) == str(best)
+@pytest.mark.parametrize(
+    ("folder", "joined"),
+    [
+        ("s3://bucket/run", "s3://bucket/run/last.ckpt"),
+        ("s3://bucket/run/", "s3://bucket/run/last.ckpt"),
+        ("memory://", "memory://last.ckpt"),
+        ("simplecache::s3://bucket", "simplecache::s3://bucket/last.ckpt"),
+        ("/runs/a:/b//c/", "/runs/a:/b/c/last.ckpt"),
+    ],
+)
+def test_paths_of_checkpoints(folder: str, joined: str) -> None:
+    """A path with a scheme keeps its form, and a file in it is below it."""
+    assert join_path(checkpoint_path(folder), "last.ckpt") == joined
+    assert checkpoint_path(joined) == joined
+    assert is_path_below(joined, folder)
+    assert not is_path_below(join_path(folder, "../last.ckpt"), folder)
+    assert not is_path_below(folder, joined)
 
 
 def test_a_users_folder_called_rankwise(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import re
 import secrets
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,14 @@ from rankwise import ranks
 from rankwise.callbacks.base import MonitoringCallback
 from rankwise.checks import check_choice, check_minimum, check_value
 from rankwise.errors import CheckpointError, ConfigurationError, InvalidArgumentError, InvalidTypeError
-from rankwise.paths import absolute_path, is_last_checkpoint, unused_checkpoint
+from rankwise.paths import (
+    checkpoint_path,
+    is_last_checkpoint,
+    is_path_below,
+    is_symbolic_link,
+    join_path,
+    unused_checkpoint,
+)
 from rankwise.processes.signals import StoppedBySignal
 
 if TYPE_CHECKING:
@@ -41,7 +47,8 @@ class ModelCheckpoint(MonitoringCallback):
     afterwards.
 
     Args:
-        dirpath: the folder; by default `checkpoints` in the logger's folder, or in `default_root_dir`.
+        dirpath: the folder; by default `checkpoints` in the logger's folder, or in `default_root_dir`. A path
+            with a scheme, such as `s3://bucket/run`, needs a `CheckpointIO` for that storage.
         filename: file name without suffix, with metrics in braces: `"{epoch}-{val_loss:.2f}"` gives
             `epoch=3-val_loss=0.21.ckpt`. It may begin with folders in `dirpath`. The default is
             `"{epoch}-{step}"`.
@@ -67,7 +74,7 @@ class ModelCheckpoint(MonitoringCallback):
             otherwise replace it.
 
     Attributes:
-        chosen_dirpath: the `dirpath` argument as an absolute path, if given.
+        chosen_dirpath: the `dirpath` argument as an absolute path, or with its scheme, if given.
         best_model_path: the best (without `monitor`: the latest) file; empty before the first save.
         best_model_score: its score; None without `monitor`.
         best_k_models: the files that are kept, with their scores.
@@ -104,7 +111,7 @@ class ModelCheckpoint(MonitoringCallback):
         _check_save_top_k(monitor, save_top_k)
         _check_intervals(every_n_epochs, every_n_train_steps, train_time_interval)
         check_choice("save_last", save_last, (None, True, False, "link"), "a bool or 'link'")
-        self.chosen_dirpath = None if dirpath is None else absolute_path(dirpath)
+        self.chosen_dirpath = None if dirpath is None else checkpoint_path(dirpath)
         self.dirpath = self.chosen_dirpath
         self.filename = filename or "{epoch}-{step}"
         self.save_top_k = save_top_k
@@ -193,7 +200,7 @@ class ModelCheckpoint(MonitoringCallback):
 
     def setup(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
         if stage == "fit":
-            folder = self.dirpath or str(Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints")
+            folder = self.dirpath or join_path(trainer.log_dir or trainer.default_root_dir, "checkpoints")
             self.dirpath = trainer.strategy.broadcast(folder)
 
     def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
@@ -296,11 +303,11 @@ class ModelCheckpoint(MonitoringCallback):
 
         A run may replace the last checkpoint from which it has continued, unless that is a symbolic link.
         """
-        continued = () if trainer.ckpt_path is None else (absolute_path(trainer.ckpt_path),)
+        continued = () if trainer.ckpt_path is None else (checkpoint_path(trainer.ckpt_path),)
 
         def choose() -> str:
             known = self.last_model_path
-            is_file = bool(known) and not Path(known).is_symlink()
+            is_file = bool(known) and not is_symbolic_link(known)
             if is_file and (known in continued or self.owns(known, trainer.strategy)):
                 return known
             return self._unused(trainer, "last", continued)
@@ -326,17 +333,23 @@ class ModelCheckpoint(MonitoringCallback):
     def _unused(self, trainer: Trainer, stem: str, own: Collection[str]) -> str:
         """Return a path that no file has, also none that a thread has not written yet, or one of `own`.
 
-        Without versions, return one that a file may have; a symbolic link is removed, so that a save replaces
-        the link and not the file that it names. Runs on: rank 0.
+        A symbolic link is never our own: who writes there replaces the file that it names. Without versions,
+        return one that a file may have; a link is removed. Runs on: rank 0.
         """
+        folder, io = self.dirpath or "", trainer.strategy.checkpoint_io
         if not self.enable_version_counter:
-            path = Path(self.dirpath or "") / f"{stem}.ckpt"
-            if path.is_symlink():
-                path.unlink()
-            return str(path)
+            path = join_path(folder, f"{stem}.ckpt")
+            if is_symbolic_link(path):
+                io.remove_checkpoint(path)
+            return path
         savers = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
         of_others = {path for saving in savers if saving is not self for path in saving._paths}
-        return unused_checkpoint(self.dirpath or "", stem, of_others | (self._paths - {*own}), own)
+        taken = of_others | (self._paths - {*own})
+
+        def is_used(path: str) -> bool:
+            return path in taken or (is_symbolic_link(path) if path in own else io.has_checkpoint(path))
+
+        return unused_checkpoint(folder, stem, is_used)
 
     @property
     def _paths(self) -> set[str]:
@@ -405,9 +418,7 @@ class ModelCheckpoint(MonitoringCallback):
 
 def _is_below(path: str, folder: str) -> bool:
     """Return whether a path is of a checkpoint in a folder, by the path alone."""
-    if not (path.endswith(".ckpt") and Path(path).is_relative_to(folder)):
-        return False
-    return ".." not in Path(path).relative_to(folder).parts
+    return path.endswith(".ckpt") and is_path_below(path, folder)
 
 
 def _filled_in(template: str, values: Mapping[str, float], *, has_names: bool = True) -> str:

@@ -78,6 +78,14 @@ class AsyncCheckpointIO(CheckpointIO):
         """Remove the checkpoint at `path` in the thread, unless a queued save before it fails."""
         self._after_saves(lambda: self.wrapped.remove_checkpoint(path))
 
+    def has_checkpoint(self, path: str | os.PathLike[str]) -> bool:
+        """Return whether `wrapped` has something at `path`; the thread may be about to write it."""
+        return self.wrapped.has_checkpoint(path)
+
+    def list_checkpoints(self, folder: str | os.PathLike[str]) -> dict[str, float]:
+        """Return what `wrapped` has in `folder`, without what the thread has yet to write."""
+        return self.wrapped.list_checkpoints(folder)
+
     def link_checkpoint(self, path: str | os.PathLike[str], link: str | os.PathLike[str]) -> None:
         """Link the checkpoint in the thread, unless a queued save before it fails."""
         self._after_saves(lambda: self.wrapped.link_checkpoint(path, link))

@@ -9,12 +9,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rankwise.errors import CheckpointError, RankwiseError, text_of
+from rankwise.errors import CheckpointError, ConfigurationError, RankwiseError, text_of
+from rankwise.paths import expanded_path
 from rankwise.processes.signals import reraise_from_handler
 
 
 class CheckpointIO(ABC):
-    """Writes, reads and removes checkpoints. Subclass it for another format or another kind of storage."""
+    """Writes, reads, removes and finds checkpoints. Subclass it for another format or kind of storage.
+
+    A storage that is not the local file system overrides `has_checkpoint` and `list_checkpoints` too. Paths
+    with a scheme, such as `s3://bucket/run/last.ckpt`, reach these methods as the user has written them.
+    """
 
     @abstractmethod
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
@@ -36,6 +41,31 @@ class CheckpointIO(ABC):
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove the checkpoint at `path`, if it exists; called on global rank 0 only."""
 
+    def has_checkpoint(self, path: str | os.PathLike[str]) -> bool:
+        """Return whether there is anything at `path`, which a save would replace; on global rank 0 only.
+
+        This method looks at the local file system.
+
+        Raises:
+            ConfigurationError: when this storage cannot have such a path.
+        """
+        return os.path.lexists(expanded_path(path))
+
+    def list_checkpoints(self, folder: str | os.PathLike[str]) -> dict[str, float]:
+        """Return the names of the files in `folder`, with the time of each one's last change in seconds.
+
+        Files that are no checkpoints may be among them. Without that folder there are none. This method
+        looks at the local file system, for `*.ckpt` only.
+
+        Raises:
+            ConfigurationError: when this storage cannot have such a path.
+        """
+        found = {}
+        for path in expanded_path(folder).glob("*.ckpt"):
+            with contextlib.suppress(FileNotFoundError):  # another run may remove its files
+                found[path.name] = path.stat().st_mtime
+        return found
+
     def link_checkpoint(self, path: str | os.PathLike[str], link: str | os.PathLike[str]) -> None:
         """Make the checkpoint at `path` available at `link` too; called on global rank 0 only.
 
@@ -47,13 +77,16 @@ class CheckpointIO(ABC):
         self.save_checkpoint(self.load_checkpoint(path), link)
 
     def check_checkpoint(self, part: dict[str, Any], path: str | os.PathLike[str]) -> None:
-        """Raise if a part of a checkpoint, to be written below `path`, cannot be stored.
+        """Raise if a part of a checkpoint, which may be {}, cannot be stored at `path` or below it.
 
-        Called before training begins, so that the error does not come with the first checkpoint only.
+        Called before anything starts, with each path that the user has given, so that the error does not come
+        with the first checkpoint only. This method calls `has_checkpoint`, which refuses a path.
 
         Raises:
             CheckpointError: naming what cannot be written or loaded.
+            ConfigurationError: when this storage cannot have such a path.
         """
+        self.has_checkpoint(path)
 
     def on_saving_changed(self, callback: Callable[[bool], None]) -> None:
         """Set a function to call with True when a thread starts to write, and with False at its end.
@@ -75,7 +108,7 @@ def as_checkpoint_error(path: str | os.PathLike[str]) -> Iterator[None]:
     handled = sys.exc_info()[1]
     try:
         yield
-    except CheckpointError:
+    except (CheckpointError, ConfigurationError):
         raise
     except Exception as error:
         reraise_from_handler(error, handled)

@@ -60,14 +60,14 @@ class TorchCheckpointIO(CheckpointIO):
 
     def check_checkpoint(self, part: dict[str, Any], path: str | os.PathLike[str]) -> None:
         """Write `part` to memory, and check that it can be loaded."""
+        super().check_checkpoint(part, path)
         with as_checkpoint_error(path):
             _write(part, io.BytesIO(), path)
 
     def load_checkpoint(self, path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
         """Return the checkpoint at `path`, its tensors on `map_location`."""
-        handled = sys.exc_info()[1]
+        handled, file = sys.exc_info()[1], expanded_path(path)
         try:
-            file = expanded_path(path)
             _check_file(file)
             registered = torch.serialization.get_safe_globals()  # the context would remove these
             with torch.serialization.safe_globals([each for each in _SAFE if each not in registered]):

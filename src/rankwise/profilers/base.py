@@ -15,6 +15,7 @@ from typing import ParamSpec, TypeVar, final
 from rankwise import ranks
 from rankwise.checks import check_choice
 from rankwise.errors import InvalidArgumentError
+from rankwise.paths import absolute_path
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,7 +35,8 @@ class Profiler(ABC):
     is_active = True
 
     def __init__(self, dirpath: str | os.PathLike[str] | None = None, filename: str | None = None) -> None:
-        self.dirpath, self.filename = dirpath, filename
+        self.dirpath = None if dirpath is None else absolute_path(dirpath)
+        self.filename = filename
         self._stage = ""
         self._local_rank = 0
         self._log_dir = "."

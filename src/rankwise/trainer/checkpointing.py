@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import logging
 import os
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -31,7 +30,13 @@ from rankwise.hyperparameters import (
 )
 from rankwise.monitoring.heartbeat import saving_in_hook_reported
 from rankwise.nested import is_numpy_scalar, once_each
-from rankwise.paths import absolute_path, is_last_checkpoint, unused_checkpoint
+from rankwise.paths import (
+    checkpoint_path,
+    is_last_checkpoint,
+    is_symbolic_link,
+    join_path,
+    unused_checkpoint,
+)
 from rankwise.process_group.after_failure import is_after_failure
 from rankwise.processes.signals import reraise_from_handler
 from rankwise.stores.restart import current_restart
@@ -80,15 +85,16 @@ class CheckpointFiles:
 
     def __init__(self, context: LoopContext) -> None:
         self._strategy = context.strategy
+        self._io = context.strategy.checkpoint_io
         self._saving = [callback for callback in context.callbacks if isinstance(callback, ModelCheckpoint)]
         self._logger = context.loggers[0] if context.loggers else None
         self._default_root_dir = context.options.default_root_dir
 
     @property
-    def stop_folder(self) -> Path:
+    def stop_folder(self) -> str:
         """The folder of the checkpoint that a signal makes a fit write; `ckpt_path="last"` looks there."""
         folder = self._saving[0].chosen_dirpath if self._saving else None
-        return Path(folder or self._default_root_dir)
+        return folder or self._default_root_dir
 
     def stop_path(self, continued: str | None) -> str:
         """Return the path of the checkpoint of a fit that a signal stops; no other run's file. Collective.
@@ -96,27 +102,30 @@ class CheckpointFiles:
         It is the run's last checkpoint, if that is there, or the one from which the run has `continued`.
         """
         named = {saving.last_model_path: saving for saving in self._saving if saving.last_model_path}
-        given = None if continued is None else absolute_path(continued)
+        given = None if continued is None else checkpoint_path(continued)
 
         def choose() -> str:
             for path in filter(None, (*named, given)):
-                is_here = is_last_checkpoint(path) and Path(path).parent == self.stop_folder
-                is_here &= not Path(path).is_symlink()
-                if is_here and (path == given or named[path].owns(path, self._strategy)):
+                is_here = is_last_checkpoint(path) and Path(path).parent == Path(self.stop_folder)
+                if (
+                    is_here
+                    and not is_symbolic_link(path)
+                    and (path == given or named[path].owns(path, self._strategy))
+                ):
                     return path
-            return unused_checkpoint(self.stop_folder, "last")
+            return unused_checkpoint(self.stop_folder, "last", self._io.has_checkpoint)
 
         return self._strategy.call_on_rank_zero(choose)
 
     @property
-    def folders(self) -> list[Path]:
+    def folders(self) -> list[str]:
         """The folders of all `ModelCheckpoint` callbacks; if one lacks `dirpath`, the folders of all runs."""
-        chosen = [Path(saving.dirpath) for saving in self._saving if saving.dirpath is not None]
+        chosen = [saving.dirpath for saving in self._saving if saving.dirpath is not None]
         if len(chosen) == len(self._saving):
             return chosen
         # The default folder is in the logger's, and a logger may have a new folder in each run.
         parents = (self._logger.log_dirs if self._logger else []) or [self._default_root_dir]
-        return [*chosen, *(Path(parent) / "checkpoints" for parent in parents)]
+        return [*chosen, *(join_path(parent, "checkpoints") for parent in parents)]
 
     def find(self, ckpt_path: str | os.PathLike[str] | None) -> str | None:
         """Return the path that `"best"`, `"last"` or a path means; None for `"last"` if no file exists."""
@@ -125,6 +134,13 @@ class CheckpointFiles:
         if ckpt_path != "best":
             return None if ckpt_path is None else os.fspath(ckpt_path)
         return self._best()
+
+    def check_paths(self, stage: str, ckpt_path: str | os.PathLike[str] | None) -> None:
+        """Refuse paths of the user at which the strategy's `CheckpointIO` cannot have checkpoints."""
+        folders = [saving.chosen_dirpath for saving in self._saving] if stage == "fit" else []
+        for path in (*folders, None if ckpt_path in ("best", "last") else ckpt_path):
+            if path is not None:
+                self._io.check_checkpoint({}, path)
 
     def best_of_fit(self, stage: str) -> str | None:
         """Return the best checkpoint of the last fit, for a stage without a model; None if there is none.
@@ -167,12 +183,12 @@ class CheckpointFiles:
 
     def _last(self) -> str | None:
         """Return the newest `last.ckpt` of this trainer's runs, including one written on a signal."""
-        for path in newest_first(filter(is_last_checkpoint, self._matching("last*.ckpt"))):
+        folders = dict.fromkeys([self.stop_folder, *self.folders])
+        for path in newest_first(self._changed_at(folders, is_last_checkpoint)):
             ranks.rank_zero_only(_log.info)('ckpt_path="last" is %s.', path)
-            return str(path)
-        folders = ", ".join(dict.fromkeys(map(str, [self.stop_folder, *self.folders])))
+            return path
         ranks.rank_zero_only(_log.warning)(
-            'ckpt_path="last" finds no checkpoint, so none is loaded. Looked in %s.', folders
+            'ckpt_path="last" finds no checkpoint, so none is loaded. Looked in %s.', ", ".join(folders)
         )
         return None
 
@@ -189,10 +205,11 @@ class CheckpointFiles:
         if not restart.job:
             _log.warning(_UNKNOWN_JOB)
             return None
-        found = self._matching("*.ckpt")
-        if any(saving.dirpath is None for saving in self._saving):
-            found |= set(Path(self._default_root_dir).rglob("checkpoints/*.ckpt"))  # all loggers' folders
-        for path in newest_first(found):
+        folders = self.folders
+        if any(saving.dirpath is None for saving in self._saving):  # it is in the folder of any logger
+            folders += map(str, Path(self._default_root_dir).rglob("checkpoints"))
+        found = self._changed_at(dict.fromkeys(folders), lambda name: name.endswith(".ckpt"))
+        for path in newest_first(found | self._changed_at([self.stop_folder], is_last_checkpoint)):
             try:
                 checkpoint = self._strategy.load_checkpoint(path)
             except CheckpointError as error:
@@ -200,21 +217,21 @@ class CheckpointFiles:
                 continue
             if checkpoint.get("run_id") == restart.job:
                 _log.info("Restart %d of the job continues from %s.", restart.number, path)
-                return str(path)
+                return path
         return None
 
-    def _matching(self, pattern: str) -> set[Path]:
-        """Return the files whose names match, and those written on a signal."""
-        found = {path for folder in self.folders for path in folder.glob(pattern)}
-        return found | set(filter(is_last_checkpoint, self.stop_folder.glob("last*.ckpt")))
+    def _changed_at(self, folders: Iterable[str], is_wanted: Callable[[str], bool]) -> dict[str, float]:
+        """Return the paths of the checkpoints with wanted names, with the time of each one's last change."""
+        return {
+            join_path(folder, name): seconds
+            for folder in folders
+            for name, seconds in self._io.list_checkpoints(folder).items()
+            if is_wanted(name)
+        }
 
 
-def newest_first(paths: Iterable[Path]) -> list[Path]:
-    """Return the existing files, sorted by modification time, newest first; ties by name."""
-    changed_at = {}
-    for path in paths:
-        with contextlib.suppress(FileNotFoundError):  # another run may remove its files
-            changed_at[path] = path.stat().st_mtime_ns
+def newest_first(changed_at: Mapping[str, float]) -> list[str]:
+    """Return paths sorted by the time of their last change, newest first; ties by name."""
     return sorted(changed_at, key=lambda path: (changed_at[path], path), reverse=True)
 
 

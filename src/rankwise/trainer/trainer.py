@@ -505,6 +505,7 @@ class Trainer(TrainerProperties):
         check_hooks(model, self.callbacks, stage.datamodule)
         for callback in self.callbacks:
             callback.check_stage(self, model, stage.name)
+        CheckpointFiles(self.context(model)).check_paths(stage.name, stage.ckpt_path)
         if stage.name == "fit":
             if not model.automatic_optimization:
                 check_manual(model, self.strategy, self.options)

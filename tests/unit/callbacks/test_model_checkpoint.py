@@ -311,15 +311,16 @@ def test_a_linked_last(tmp_path: Path) -> None:
 
 
 def test_a_symbolic_link_as_last(tmp_path: Path) -> None:
-    """A run that continues from one leaves the file that it names as it is."""
+    """A run that continues from one leaves the file that it names as it is, and another link to nothing."""
     fit(tmp_path, ModelCheckpoint(tmp_path, "best", monitor="score", save_last=True), 1)
     best, last = tmp_path / "best.ckpt", tmp_path / "last.ckpt"
+    (tmp_path / "last-v1.ckpt").symlink_to(tmp_path / "removed.ckpt")
     last.unlink()
     last.symlink_to(best)
     before = best.read_bytes()
     saving = ModelCheckpoint(tmp_path, "best", monitor="score", save_last=True)
     fit(tmp_path, saving, 1, 2, ckpt_path=last)
-    assert Path(saving.last_model_path).name == "last-v1.ckpt"
+    assert Path(saving.last_model_path).name == "last-v2.ckpt"
     assert best.read_bytes() == before
 
 

@@ -335,12 +335,14 @@ def test_a_restart_of_nobody_knows_which_job(
 
 
 def test_newest_first(tmp_path: Path) -> None:
-    """Files are sorted by modification time, then by name; a missing file is left out."""
-    paths = [tmp_path / name for name in "abcde"]
-    for path, changed_at in zip(paths, (2, 3, 1, 1, 1), strict=True):
-        path.touch()
-        os.utime(path, (changed_at, changed_at))
-    assert newest_first([*paths, tmp_path / "gone"]) == [paths[number] for number in (1, 0, 4, 3, 2)]
+    """Files are sorted by modification time, then by name; a link to nothing is left out."""
+    names = [f"{name}.ckpt" for name in "abcde"]
+    for name, changed_at in zip(names, (2, 3, 1, 1, 1), strict=True):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (changed_at, changed_at))
+    (tmp_path / "gone.ckpt").symlink_to("gone")
+    found = TorchCheckpointIO().list_checkpoints(tmp_path)
+    assert newest_first(found) == [names[number] for number in (1, 0, 4, 3, 2)]
 
 
 class Lenient(Line):
