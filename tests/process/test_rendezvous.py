@@ -10,6 +10,7 @@ import torch.distributed as dist
 from rankwise import DDPStrategy, Strategy
 from rankwise.environments import PlainEnvironment, detect_environment
 from rankwise.errors import ProcessGroupError, RendezvousTimeoutError
+from rankwise.lightning.utilities import init_dist_connection
 from rankwise.process_group import all_reduce, init_process_group, join_process_group
 from rankwise.ranks import rank_zero_only
 from tests.process.helpers import ddp
@@ -83,9 +84,10 @@ def test_a_group_that_does_not_fit_is_refused() -> None:
 def connect_by_hand(strategy: DDPStrategy) -> float:
     """Connect by the environment's variables; add up the ranks."""
     try:
+        ranks = init_process_group(timeout=timedelta(seconds=30))
         environment = detect_environment().environment
-        ranks = init_process_group(environment, timeout=timedelta(seconds=30))
         assert init_process_group(environment) == ranks
+        init_dist_connection(cluster_environment=environment, torch_distributed_backend="gloo")
         return all_reduce(torch.tensor(float(ranks.global_rank)), None, "sum").item()
     finally:
         dist.destroy_process_group()

@@ -116,6 +116,14 @@ TRAINER_ATTRIBUTES: Mapping[str, str] = {
 }
 """Attributes of Lightning's Trainer."""
 
+STRATEGY_ATTRIBUTES: Mapping[str, str] = {
+    "num_processes": "strategy.local_world_size.",
+    "parallel_devices": "strategy.placement.devices; they are set by DDPStrategy(parallel_devices=...).",
+    "cluster_environment": "strategy.environment; it is set by DDPStrategy(cluster_environment=...).",
+    "precision_plugin": "strategy.precision; it is set by DDPStrategy(precision=...).",
+}
+"""Attributes of Lightning's strategies."""
+
 FABRIC_ATTRIBUTES: Mapping[str, str] = {
     "init_module": "create the module as always; setup() moves and converts it.",
     "init_tensor": "torch.zeros(..., device=fabric.device), or fabric.to_device(tensor).",
@@ -167,6 +175,7 @@ MISSING_HOOKS: Mapping[str, Mapping[str, str]] = {
 """Hooks of Lightning's module, callback and data module (1.x and 2.x)."""
 
 _NO_CLI = "build the Trainer in code; jsonargparse's CLI, Hydra and argparse can call it."
+_NO_PLUGIN = "derive from DDPStrategy, or from Strategy: Trainer(strategy=MyDDP())."
 _MODEL_SHARDING = 'Trainer(strategy="ddp"): models that are split over devices are out of scope.'
 _TUNER = f"LearningRateFinder().lr_find(trainer, model, loader); {_SHORT_FITS}"
 _NOT_PUBLIC = "use the hooks of the module, its callbacks and the strategy, which are public."
@@ -191,8 +200,21 @@ MISSING_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("XLAPrecision", "XLAEnvironment", "XLACheckpointIO", "XLAProfiler"), _DEVICES),
     **dict.fromkeys(("LayerSync", "TorchSyncBatchNorm"), "Trainer(sync_batchnorm=True)."),
     **dict.fromkeys(("CometLogger", "LitLogger"), "derive from Logger, or use another logger."),
-    "DataParallelStrategy": 'Trainer(strategy="ddp").',
+    **dict.fromkeys(("DataParallelStrategy", "DataParallelPlugin", "DDP2Plugin"), 'Trainer(strategy="ddp").'),
     "ParallelStrategy": "derive from Strategy, or from DDPStrategy.",
+    **dict.fromkeys(("DDPPlugin", "ParallelPlugin", "TrainingTypePlugin"), _NO_PLUGIN),
+    "DDPSpawnPlugin": 'DDPSpawnStrategy, or Trainer(strategy="ddp_spawn").',
+    "SingleDevicePlugin": 'SingleDeviceStrategy, or Trainer(strategy="single_device").',
+    **dict.fromkeys(
+        ("NativeAMPPlugin", "NativeMixedPrecisionPlugin", "MixedPrecisionPlugin"),
+        'MixedPrecision("16-mixed"), or Trainer(precision="16-mixed").',
+    ),
+    **dict.fromkeys(
+        ("ApexPlugin", "ApexMixedPrecisionPlugin"),
+        'MasterWeightsPrecision(), or Trainer(precision="16-master").',
+    ),
+    "DoublePrecisionPlugin": 'DoublePrecision(), or Trainer(precision="64-true").',
+    "PrecisionPlugin": "derive from Precision.",
     "BitsandbytesPrecision": "quantise the layers in configure_model().",
     "TransformerEnginePrecision": 'Trainer(precision="bf16-mixed").',
     "Checkpoint": "derive from Callback, or use ModelCheckpoint.",
@@ -211,6 +233,8 @@ MISSING_NAMES: Mapping[str, str] = {
     "find_shared_parameters": "torch.nn.Module.named_parameters(remove_duplicate=False).",
     "suggested_max_num_workers": "give num_workers yourself, for example 4.",
     "disable_possible_user_warnings": "warnings.filterwarnings of Python.",
+    "distributed_available": "torch.distributed.is_initialized(), or call the collective: it needs no group.",
+    "get_default_process_group_backend_for_device": "rankwise.process_group.default_backend(device.type).",
 }
 """Names in the modules of Lightning, and the modules themselves."""
 
@@ -222,7 +246,13 @@ SUBMODULES: Mapping[str, str] = {
     "core": "datamodule mixins module",
     "fabric": "",
     "loggers": "csv_logs logger mlflow tensorboard wandb",
-    "plugins": "environments io precision",
+    "plugins": "environments environments.cluster_environment environments.kubeflow "
+    "environments.kubeflow_environment environments.lightning environments.lightning_environment "
+    "environments.lsf environments.lsf_environment environments.mpi environments.slurm "
+    "environments.slurm_environment environments.torchelastic environments.torchelastic_environment "
+    "io io.async_plugin io.checkpoint_io io.checkpoint_plugin io.torch_io io.torch_plugin precision "
+    "precision.amp precision.double precision.half precision.precision "
+    "apex ddp_plugin native_amp training_type",
     "profilers": "advanced profiler pytorch simple",
     "strategies": "ddp single_device strategy",
     "trainer": "trainer states",

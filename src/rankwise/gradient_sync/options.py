@@ -14,7 +14,7 @@ WEIGHTINGS = ("samples", "logged")
 
 @final
 class GradientSyncMode(Enum):
-    """When the gradients of a window of microbatches are averaged; the values are the names to use.
+    """When the gradients of a window of microbatches are averaged; the values are the names, in any case.
 
     Attributes:
         SINGLE_AUTO_SYNC: by DDP, during the window's last backward pass.
@@ -26,6 +26,10 @@ class GradientSyncMode(Enum):
     SINGLE_AUTO_SYNC = "single_auto_sync"
     MULTI_AUTO_SYNC = "multi_auto_sync"
     FORCED_SYNC = "forced_sync"
+
+    @classmethod
+    def _missing_(cls, value: object) -> GradientSyncMode | None:
+        return next((mode for mode in cls if mode.value == str(value).lower()), None)
 
 
 def resolve_sync_mode(mode: object = "auto", *, finds_unused_parameters: bool = False) -> GradientSyncMode:

@@ -14,9 +14,19 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from rankwise.callbacks import ModelSummary
 from rankwise.checks import check_value
 from rankwise.data import CombinedLoader
+from rankwise.environments import ClusterEnvironment
+from rankwise.gradient_sync import register_ddp_comm_hook
 from rankwise.hyperparameters import AttributeDict
 from rankwise.lightning._modules import complete_module
 from rankwise.nested import to_device as move_data_to_device
+from rankwise.process_group import (
+    AllGatherGrad,
+    all_gather_ddp_if_available,
+    gather_all_tensors,
+    init_process_group,
+    sync_ddp,
+    sync_ddp_if_available,
+)
 from rankwise.ranks import rank_zero_info, rank_zero_only, rank_zero_warn
 from rankwise.seed import get_random_state, seed_everything, set_random_state
 
@@ -24,6 +34,7 @@ __all__ = [
     "EVAL_DATALOADERS",
     "STEP_OUTPUT",
     "TRAIN_DATALOADERS",
+    "AllGatherGrad",
     "AttributeDict",
     "CombinedLoader",
     "LRScheduler",
@@ -34,14 +45,20 @@ __all__ = [
     "OptimizerLRScheduler",
     "OptimizerLRSchedulerConfig",
     "ReduceLROnPlateau",
+    "all_gather_ddp_if_available",
+    "gather_all_tensors",
     "grad_norm",
+    "init_dist_connection",
     "isolate_rng",
     "move_data_to_device",
     "rank_zero_deprecation",
     "rank_zero_info",
     "rank_zero_only",
     "rank_zero_warn",
+    "register_ddp_comm_hook",
     "seed_everything",
+    "sync_ddp",
+    "sync_ddp_if_available",
 ]
 
 # For annotations; the Trainer accepts what its documentation says.
@@ -51,6 +68,17 @@ EVAL_DATALOADERS = TRAIN_DATALOADERS = Any
 OptimizerLRScheduler = OptimizerLRSchedulerConfig = OptimizerConfig = LRSchedulerConfigType = Any
 
 _CPU = torch.device("cpu")
+
+
+def init_dist_connection(
+    cluster_environment: ClusterEnvironment,
+    torch_distributed_backend: str,
+    global_rank: int | None = None,
+    world_size: int | None = None,
+    **kwargs: Any,
+) -> None:
+    """Call `rankwise.process_group.init_process_group`, by Lightning's names."""
+    init_process_group(cluster_environment, torch_distributed_backend, global_rank, world_size, **kwargs)
 
 
 def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Tensor]:

@@ -14,12 +14,13 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rankwise.checks import check_is_a, check_keywords
+from rankwise.environments import ClusterEnvironment, detect_environment
 from rankwise.environments.network import LOOPBACK, LOOPBACK_INTERFACE
 from rankwise.errors import ConfigurationError, ProcessGroupError, UnknownNameError
 from rankwise.process_group.authentication import (
@@ -36,14 +37,15 @@ from rankwise.stores.restart import find_restart
 from rankwise.stores.sealed import NamedPrefixStore, job_key_of_environment, seal, unsealed
 from rankwise.stores.tcp import open_store, seal_default_store
 
-if TYPE_CHECKING:
-    from rankwise.environments import ClusterEnvironment
-
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _RELEASE_S = 0.02
 _SHORTEST_NAME = 2  # torch ignores a shorter value
 # Arguments of torch's function that rankwise's own replace.
 _NOT_OPTIONS = ("init_method", "world_size", "rank", "store", "device_id")
+_LIGHTNINGS_NAMES = {
+    "cluster_environment": "init_process_group(environment=...).",
+    "torch_distributed_backend": 'init_process_group(backend="gloo").',
+}
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 
 # Numbers the groups that this process creates one after another, so that each has its own keys in the store.
@@ -51,7 +53,7 @@ _group_numbers = itertools.count()
 
 
 def init_process_group(
-    environment: ClusterEnvironment,
+    environment: ClusterEnvironment | None = None,
     backend: str | None = None,
     global_rank: int | None = None,
     world_size: int | None = None,
@@ -72,7 +74,7 @@ def init_process_group(
     Collective: every rank must call this.
 
     Args:
-        environment: describes the job, such as `detect_environment().environment`.
+        environment: describes the job; by default the environment that is detected.
         backend: `"gloo"`, `"nccl"`, ...; by default NCCL on CUDA, gloo on the CPU, torch's own elsewhere.
         global_rank: instead of the environment's. On one node it is the local rank too.
         world_size: instead of the environment's.
@@ -84,6 +86,7 @@ def init_process_group(
     Raises:
         ProcessGroupError (a RuntimeError): when torch has no distributed package, or the existing group has
             other ranks or another back end, or options are given for it.
+        InvalidTypeError: for an environment of another class.
         UnknownArgumentError: for an option that torch's function does not take, or that is not the user's.
         InvalidArgumentError: for a rank or size that contradicts the environment.
         UnknownNameError, ConfigurationError: for a back end that does not exist.
@@ -92,6 +95,8 @@ def init_process_group(
     """
     _check_distributed_available()
     _check_options(options)
+    environment = detect_environment().environment if environment is None else environment
+    check_is_a("environment", environment, ClusterEnvironment)
     ranks = _ranks_in(environment, global_rank, world_size)
     if device is None:
         count = torch.cuda.device_count()
@@ -121,7 +126,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
     own = inspect.signature(init_process_group).parameters
     known = set(inspect.signature(dist.init_process_group).parameters) - set(_NOT_OPTIONS)
     known |= {each.name for each in own.values() if each.kind is not each.VAR_KEYWORD}
-    check_keywords("init_process_group()", options, known)
+    check_keywords("init_process_group()", options, known, _LIGHTNINGS_NAMES)
 
 
 def _ranks_in(environment: ClusterEnvironment, global_rank: int | None, world_size: int | None) -> RankInfo:

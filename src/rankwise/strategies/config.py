@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.checks import check_choice, check_is_a, check_keywords, check_minimum, check_name, check_value
 from rankwise.compatibility.lightning_environments import GivenEnvironment, LightningClusterEnvironment
+from rankwise.compatibility.names import STRATEGY_ATTRIBUTES, MissingAttribute, missing_attributes
 from rankwise.environments import ClusterEnvironment
 from rankwise.environments.detect import find_environment
 from rankwise.errors import (
@@ -173,18 +174,25 @@ class PartField(property, Generic[T]):
 
     def _set(self, strategy: Any, value: T) -> None:
         if not self._part.endswith("_config"):
-            raise AttributeError(f"{self._name!r} cannot be set: it is {self._part}.{self._name}.")
+            given = f"({self._name}={value!r})"
+            is_argument = self._name in {field.name for field in fields(ProcessConfig)}
+            remedy = f" Write {type(strategy).__name__}{given}, or bind{given}." if is_argument else ""
+            raise AttributeError(f"{self._name!r} cannot be set: it is {self._part}.{self._name}.{remedy}")
         setattr(strategy, self._part, replace(getattr(strategy, self._part), **{self._name: value}))
 
 
 class WithParts:
-    """Has attributes that are `PartField`s, also of parts that are not there yet."""
+    """Has attributes that are `PartField`s, also of parts that are not there yet, and none of Lightning's."""
+
+    vars().update(missing_attributes("Strategy", STRATEGY_ATTRIBUTES))
 
     def __getattr__(self, name: str) -> Any:
         """Raise the error that says what is missing."""
         field = getattr(type(self), name, None)
         if isinstance(field, PartField):
             return field.read(self)
+        if isinstance(field, MissingAttribute):
+            return field.__get__(self)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
 

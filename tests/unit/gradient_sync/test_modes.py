@@ -29,7 +29,9 @@ MODES = [mode.value for mode in GradientSyncMode]
 def test_ddp_sync_strategy_names(name: str) -> None:
     """Composer's `DDPSyncStrategy`: every mode has a name, in any case."""
     mode = GradientSyncMode(name)
-    assert resolve_sync_mode(name.upper()) is resolve_sync_mode(mode) is mode
+    assert (
+        resolve_sync_mode(name.upper()) is resolve_sync_mode(mode) is GradientSyncMode(name.upper()) is mode
+    )
     assert DDPStrategy(sync_mode=name).gradients.mode is mode
 
 
@@ -41,6 +43,8 @@ def test_auto() -> None:
 
 def test_an_unknown_name() -> None:
     """An unknown name is an error in the constructor that suggests the nearest one."""
+    with pytest.raises(ValueError, match="'force_sync' is not a valid GradientSyncMode"):
+        GradientSyncMode("force_sync")
     with pytest.raises(UnknownNameError, match="Did you mean 'forced_sync'"):
         DDPStrategy(sync_mode="force_sync")
     with pytest.raises(InvalidTypeError, match="sync_mode"):

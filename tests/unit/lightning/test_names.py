@@ -10,12 +10,20 @@ import torch
 from torch import nn
 
 import rankwise
+from rankwise import process_group
 from rankwise.compatibility.names import MISSING_NAMES
 from rankwise.errors import InvalidArgumentError, MissingNameError
 from rankwise.lightning.utilities import grad_norm, isolate_rng
 from rankwise.trainer.state import TrainerFn
 
 PACKAGE = "rankwise.lightning"
+COLLECTIVES = (
+    "AllGatherGrad",
+    "all_gather_ddp_if_available",
+    "gather_all_tensors",
+    "sync_ddp",
+    "sync_ddp_if_available",
+)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +53,14 @@ PACKAGE = "rankwise.lightning"
         (".loggers.tensorboard", "TensorBoardLogger", rankwise.loggers.TensorBoardLogger),
         (".plugins.environments", "ClusterEnvironment", rankwise.ClusterEnvironment),
         (".pytorch.trainer.states", "TrainerFn", TrainerFn),
+        (
+            ".plugins.environments.slurm_environment",
+            "SLURMEnvironment",
+            rankwise.environments.SlurmEnvironment,
+        ),
+        (".fabric.plugins.io.checkpoint_io", "CheckpointIO", rankwise.checkpoint.CheckpointIO),
+        *((".utilities.distributed", name, getattr(process_group, name)) for name in COLLECTIVES),
+        (".utilities.distributed", "register_ddp_comm_hook", rankwise.gradient_sync.register_ddp_comm_hook),
     ],
 )
 def test_names_are_rankwises(module: str, name: str, own: object) -> None:
@@ -76,6 +92,9 @@ def test_importing_is_cheap() -> None:
         ("from rankwise.lightning.pytorch.tuner.tuning import Tuner", "lr_find"),
         ("from rankwise.lightning.pytorch.demos.boring_classes import BoringModel", "in your script"),
         ("import rankwise.lightning as pl; pl.Unheard", "docs/from_lightning.md"),
+        ("from rankwise.lightning.plugins.ddp_plugin import DDPPlugin", "derive from DDPStrategy"),
+        ("from rankwise.lightning.plugins.native_amp import NativeAMPPlugin", "MixedPrecision"),
+        ("from rankwise.lightning.plugins import ApexPlugin", "MasterWeightsPrecision"),
         ("from rankwise.lightning.utilities.rank_zero import unheard", "docs/from_lightning.md"),
     ],
 )

@@ -130,6 +130,20 @@ def test_torch_without_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
         init_process_group(LocalEnvironment())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "write"),
+    [
+        ({"cluster_environment": LocalEnvironment()}, r"init_process_group\(environment="),
+        ({"torch_distributed_backend": "gloo"}, r"init_process_group\(backend="),
+        ({"environment": "slurm"}, "expected an instance of ClusterEnvironment"),
+    ],
+)
+def test_lightnings_keywords(arguments: Any, write: str) -> None:
+    """Keywords of Lightning's `init_dist_connection`, and names of environments, are refused."""
+    with pytest.raises(TypeError, match=write):
+        init_process_group(**arguments)
+
+
 def test_group_of_one() -> None:
     """A single process can have a process group."""
     try:

@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from rankwise.errors import (
     InvalidArgumentError,
     InvalidTypeError,
     LifecycleError,
+    MissingAttributeError,
     RankwiseError,
     UnknownArgumentError,
     UnknownNameError,
@@ -370,6 +372,36 @@ def test_facts_cannot_be_set(name: str) -> None:
     strategy.bind()
     with pytest.raises(AttributeError, match=f"{name!r} cannot be set"):
         setattr(strategy, name, 2)
+
+
+def test_the_number_of_nodes_is_an_argument() -> None:
+    """Lightning's strategies let it be set; the error says where it is given here."""
+    message = r"'num_nodes' cannot be set: .* Write DDPForkStrategy\(num_nodes=2\), or bind\(num_nodes=2\)\."
+    with pytest.raises(AttributeError, match=message):
+        DDPForkStrategy(accelerator="cpu", devices=2).num_nodes = 2  # on purpose
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("num_processes", "strategy.local_world_size"),
+        ("parallel_devices", "strategy.placement.devices"),
+        ("cluster_environment", "strategy.environment"),
+        ("precision_plugin", "strategy.precision"),
+    ],
+)
+@pytest.mark.parametrize("kind", [DDPForkStrategy, SingleDeviceStrategy])
+def test_attributes_of_lightnings_strategies(kind: type[Any], name: str, write: str) -> None:
+    """To read or to set one is an error that says what to write, which exists."""
+    strategy = kind(accelerator="cpu")
+    strategy.bind()
+    assert eval(write) is not None
+    assert not hasattr(strategy, name)
+    refused = partial(pytest.raises, MissingAttributeError, match=f"Strategy has no {name}.*\n.*Fix: {write}")
+    with refused():
+        getattr(strategy, name)
+    with refused():
+        setattr(strategy, name, 1)
 
 
 def test_a_single_device_strategy_runs_here() -> None:
