@@ -1,13 +1,15 @@
-"""Check the values of arguments; each function raises an error that says what was expected."""
+"""Check values of arguments and methods of users' classes; an error says what was expected."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from rankwise.errors import (
+    ConfigurationError,
     InvalidArgumentError,
     InvalidTypeError,
     MissingExtraError,
@@ -18,6 +20,7 @@ from rankwise.errors import (
 _NO_REMEDIES: Mapping[str, str] = MappingProxyType({})
 USE_OWN_CLASS = "use rankwise's class of that name: import rankwise.lightning as pl."
 """The remedy for an object of a class that comes with Lightning."""
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def check_value(
@@ -116,3 +119,100 @@ def is_lightnings_own(kind: type) -> bool:
 def lightning_base(kind: type, name: str) -> Any:
     """Return the class of that name among the bases of `kind` that Lightning defines; None without one."""
     return next((base for base in kind.__mro__ if base.__name__ == name and is_lightnings_own(base)), None)
+
+
+# ------------------------------------------------------------------ methods of users' classes
+
+
+def check_overrides(owner: object, refused: Mapping[str, str]) -> None:
+    """Check the methods of a strategy, plug-in, logger or profiler whose class is the user's.
+
+    Args:
+        owner: the object.
+        refused: see `refuse_methods`.
+
+    Raises:
+        ConfigurationError: for a method that rankwise never calls, a method with other arguments than the
+            one that it overrides, and a method in place of a property.
+    """
+    classes = type(owner).__mro__
+    base = next((each for each in classes if is_of_this_package(each)), object)
+    own = {name for each in classes[: classes.index(base)] for name in vars(each)}
+    if not own:
+        return
+    refuse_methods(owner, refused)
+    for name in sorted(name for name in own & {*dir(base)} if not name.startswith("__")):
+        overridden = inspect.getattr_static(base, name)
+        if isinstance(overridden, property):
+            _check_property(owner, name)
+        elif inspect.isfunction(overridden):
+            _, *parameters = inspect.signature(overridden).parameters.values()
+            by_position = [each for each in parameters if each.kind in _BY_POSITION]
+            num_required = sum(each.default is each.empty for each in by_position)
+            returns = overridden.__annotations__.get("return", "")
+            check_arguments(owner, name, [each.name for each in by_position], num_required, str(returns))
+
+
+def refuse_methods(owner: object, refused: Mapping[str, str]) -> None:
+    """Raise ConfigurationError for a method that rankwise never calls. A value of None counts as undefined.
+
+    Args:
+        owner: the object with the methods.
+        refused: what to write instead, by the name of the method.
+    """
+    for name, remedy in refused.items():
+        found = getattr(type(owner), name, None)
+        if callable(found) or isinstance(found, property) or callable(vars(owner).get(name)):
+            raise ConfigurationError(
+                message=f"{type(owner).__name__}.{name}() would never be called.",
+                facts="rankwise calls no method of this name.",
+                remedy=f"{remedy} A method that only your code calls needs another name.",
+            )
+
+
+def check_arguments(
+    owner: object, name: str, arguments: Sequence[str], num_required: int, returns: str = ""
+) -> None:
+    """Raise ConfigurationError unless a method takes the required arguments, or these and further ones.
+
+    Args:
+        owner: the object with the method.
+        name: of the method.
+        arguments: the names of the arguments that it may get by position.
+        num_required: how many of them it always gets.
+        returns: what it has to return, for the message.
+    """
+    method = getattr(owner, name)
+    counts = range(num_required, len(arguments) + 1)
+    if callable(method) and not any(accepts(method, count) for count in counts):
+        called = f"{type(owner).__name__}.{name}"
+        raise ConfigurationError(
+            message=f"{called}() cannot be called with the arguments that rankwise passes.",
+            facts=f"it takes {inspect.signature(method)}, and would get ({', '.join(arguments)}).",
+            remedy=f"def {name}({', '.join(['self', *arguments])}){returns and f' -> {returns}'}.",
+        )
+
+
+def accepts(method: Callable[..., Any], count: int) -> bool:
+    """Return whether a method can be called with `count` positional arguments."""
+    try:
+        inspect.signature(method).bind(*[None] * count)
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature
+        return True
+    return True
+
+
+def is_of_this_package(value: object) -> bool:
+    """Return whether rankwise defines a class or function."""
+    return getattr(value, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
+
+
+def _check_property(owner: object, name: str) -> None:
+    if inspect.isfunction(inspect.getattr_static(type(owner), name)):
+        raise ConfigurationError(
+            message=f"{type(owner).__name__}.{name} is a method, and rankwise reads a property.",
+            facts=f"it takes {inspect.signature(getattr(owner, name))}.",
+            remedy=f"@property above def {name}(self).",
+        )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from rankwise import Callback, DataModule, Fabric, StrategyRegistry, Trainer, TrainingModule
-from rankwise.compatibility.names import MISSING_NAMES, TRAINER_ARGUMENTS
+from rankwise.compatibility.names import MISSING_HOOKS, MISSING_NAMES, TRAINER_ARGUMENTS
 from rankwise.errors import MissingNameError, RankwiseError
 from rankwise.trainer import hooks
 from tests.docs.test_migrating import PAGES, problems
@@ -124,6 +124,12 @@ def test_refused_hooks() -> None:
         expected = {name: text for name, text in plain(table).items() if "define it in" not in text}
         assert {name: shown.get(name) for name in expected} == expected
     assert shown.keys() <= {name for table in tables for name in table}
+
+
+@pytest.mark.parametrize("kind", ["strategy", "precision", "environment", "launcher", "logger", "profiler"])
+def test_refused_methods(kind: str) -> None:
+    """So is that of the methods that are refused in strategies and in what they, or a Trainer, are given."""
+    assert two_columns(f"method of an? {kind}") == plain(MISSING_HOOKS[kind])
 
 
 def test_older_arguments() -> None:

@@ -1,19 +1,24 @@
-"""Adapt Lightning's `ClusterEnvironment` to rankwise; Lightning itself is not imported."""
+"""Adapt environments written as Lightning's `ClusterEnvironment`; Lightning itself is not imported."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol, final, runtime_checkable
 
+from rankwise.checks import check_overrides
+from rankwise.compatibility.names import MISSING_HOOKS
 from rankwise.environments.base import ClusterEnvironment
 from rankwise.environments.torch_variables import NodesEnvironment
 from rankwise.errors import ConfigurationError, WorldSizeMismatchError
 
 _RANKS = ("world_size", "global_rank", "local_rank", "node_rank")
+_ABSTRACT = ("creates_processes_externally", "main_address", "main_port", *_RANKS)
 
 
 @runtime_checkable
 class LightningClusterEnvironment(Protocol):
     """Methods of Lightning's `ClusterEnvironment` that rankwise's lacks: they identify such an environment.
+
+    It may derive from either class.
 
     It also has `creates_processes_externally`, `main_address`, `main_port`, `validate_settings`, `teardown`.
     """
@@ -27,6 +32,26 @@ class LightningClusterEnvironment(Protocol):
 
 GivenEnvironment = ClusterEnvironment | LightningClusterEnvironment | str
 """An environment as users pass it: an instance of either class, or a name."""
+
+
+def check_environment(given: object) -> None:
+    """Check the methods of an environment of either class.
+
+    Raises:
+        ConfigurationError: for a method that is abstract in Lightning and not defined, and for methods of
+            an environment of rankwise: see `check_overrides`.
+    """
+    if not isinstance(given, LightningClusterEnvironment):
+        check_overrides(given, MISSING_HOOKS["environment"])
+        return
+    kind = type(given)
+    missing = [name for name in _ABSTRACT if getattr(kind, name, None) is getattr(ClusterEnvironment, name)]
+    if missing:
+        raise ConfigurationError(
+            message=f"{kind.__name__} does not define {', '.join(missing)}.",
+            facts="it defines set_world_size and set_global_rank, so its other methods are as in Lightning.",
+            remedy="define them; or leave out the two, and derive it from rankwise's ClusterEnvironment.",
+        )
 
 
 def adapted_environment(

@@ -144,7 +144,116 @@ _HOOKS_OF_ALL: Mapping[str, str] = {
     "on_test_model_zero_grad": "on_test_start.",
     "on_predict_model_zero_grad": "on_predict_start.",
 }
+_WRAPPER = "configure_ddp(self, module, device_ids), which returns the wrapper."
+_LAUNCHER = "DDPStrategy(start_method=...), or DDPStrategy(launcher=...)."
+_CONNECTED = "setup_environment(self), in which super().setup_environment() connects the ranks."
+_PREPARED = "setup_module(self, module), and on_after_setup_optimizers(self, optimizers)."
+_IN_A_CALLBACK = "the hook of that name of a Callback."
+_DONE = "leave it out: rankwise does it by itself."
+_BACKWARD = "backward(self, loss, **options), around super().backward(loss, **options)."
+_STEP = "optimizer_step(self, optimizer, closure=None, **options)."
+_CLIP_NORM = "clip_gradients_norm(self, optimizer, max_norm, norm_type=2.0)"
+_CLIP_VALUE = "clip_gradients_value(self, optimizer, clip_value)"
 _SANITY_CHECK = "on_validation_start, where self.trainer.sanity_checking tells; or a callback."
+
+
+def _for_each(remedies: Mapping[str, str]) -> dict[str, str]:
+    """Return the remedy for each name; the keys of `remedies` hold several names."""
+    return {name: remedy for names, remedy in remedies.items() for name in names.split()}
+
+
+_MISSING_IN_STRATEGIES = _for_each(
+    {
+        # the wrapper
+        "_setup_model pre_configure_ddp": _WRAPPER,
+        "_determine_ddp_device_ids": "determine_ddp_device_ids(self).",
+        "_register_ddp_hooks": "DDPStrategy(comm_hook=..., comm_state=..., comm_wrapper=...).",
+        "_enable_model_averaging": "DDPStrategy(model_averaging_period=...).",
+        "configure_sync_batchnorm": "DDPStrategy(sync_batchnorm=True).",
+        "model_to_device": "module_to_device(self, module).",
+        "get_model_from_plugin": "unwrap_module(self, module).",
+        "block_backward_sync": "no_backward_sync(self, module, enabled=True).",
+        # processes
+        "setup_distributed _setup_distributed init_ddp_connection": _CONNECTED,
+        "set_world_ranks _set_world_ranks": "DDPStrategy(cluster_environment=...): it has the ranks.",
+        "_get_process_group_backend": "DDPStrategy(process_group_backend=...).",
+        "_configure_launcher _call_children_scripts _check_can_spawn_children": _LAUNCHER,
+        "start_training start_evaluating start_predicting": "launch(self, function, *args, **kwargs).",
+        "reconciliate_processes new_process transfer_distrib_spawn_state_on_fit_end": _DONE,
+        # before training
+        "connect setup pre_dispatch dispatch post_dispatch setup_optimizers init_optimizers setup_optimizer "
+        "_setup_optimizer setup_module_and_optimizers _setup_model_and_optimizers": _PREPARED,
+        "setup_precision_plugin": "configure(self, module, optimizers) of a Precision.",
+        "module_init_context tensor_init_context": "module_init_context(self) of a Precision.",
+        "model_sharded_context call_configure_sharded_model_hook": "configure_model() of the module.",
+        "process_dataloader": "train_dataloader() of the module.",
+        # steps
+        "on_before_forward input_to_device": "batch_to_device(self, batch).",
+        "is_running_single_process_per_device": _DONE,
+        "training_step": "call_method(self, wrapped, method, /, *args, **kwargs), which runs that step.",
+        "validation_step test_step predict_step": "the module's method of that name.",
+        "post_training_step": "on_train_batch_end of a Callback.",
+        "pre_backward post_backward on_before_manual_backward on_after_manual_backward": _BACKWARD,
+        "pre_optimizer_step post_optimizer_step": _STEP,
+        "clip_gradients_norm": f"{_CLIP_NORM} of a Precision.",
+        "clip_gradients_value": f"{_CLIP_VALUE} of a Precision.",
+        "handles_gradient_accumulation": "gradient_sync_context(self, module, optimizers, ...).",
+        "reduce": 'all_reduce(self, tensor, group=None, reduce_op="mean").',
+        "on_train_batch_start on_train_start on_train_end on_validation_start on_validation_end "
+        "on_test_start on_test_end on_predict_start on_predict_end on_exception": _IN_A_CALLBACK,
+        # checkpoints
+        "lightning_module_state_dict": "get_module_state_dict(self, module).",
+        "load_model_state_dict": "load_module_state_dict(self, module, state_dict, strict=True).",
+        "optimizer_state": "get_optimizer_state(self, optimizer).",
+        "load_optimizer_state_dict": "on_load_checkpoint of a Callback.",
+        "remove_checkpoint": "remove_checkpoint(self, path) of a CheckpointIO.",
+        "restore_checkpoint_after_setup lightning_restore_optimizer": _DONE,
+    }
+)
+_MISSING_IN_PLUGINS: Mapping[str, Mapping[str, str]] = {
+    "precision": {
+        "main_params master_params": "main_parameters(self, optimizer).",
+        "clip_gradients _clip_gradients": f"{_CLIP_NORM}; {_CLIP_VALUE}.",
+        "clip_grad_by_norm": f"{_CLIP_NORM}.",
+        "clip_grad_by_value": f"{_CLIP_VALUE}.",
+        "connect configure_apex pre_dispatch dispatch": "configure(self, module, optimizers).",
+        "pre_backward post_backward after_backward": _BACKWARD,
+        "pre_optimizer_step post_optimizer_step _wrap_closure _after_closure": _STEP,
+        "train_step_context val_step_context test_step_context predict_step_context "
+        "autocast_context_manager": "forward_context(self).",
+        "tensor_init_context": "module_init_context(self).",
+        "on_save_checkpoint": "state_dict(self).",
+        "on_load_checkpoint": "load_state_dict(self, state_dict).",
+        "teardown post_dispatch": "teardown of a Callback.",
+    },
+    "environment": {
+        "creates_children": "the property creates_processes_externally, with the opposite value.",
+        "master_address resolve_root_node_address _get_main_address": "the property main_address.",
+        "master_port _get_main_port": "the property main_port.",
+        "_get_node_rank": "the property node_rank.",
+        "set_world_size set_global_rank": "define both, with methods for all ranks, as in Lightning.",
+    },
+    "checkpoint_io": {},
+    "launcher": {
+        "_call_children_scripts _check_can_spawn_children _wrapping_function kill "
+        "is_interactive_compatible": "launch(self, entry, described, rendezvous).",
+        "_collect_rank_zero_results _recover_results_in_main_process get_extra_results "
+        "update_main_process_results": _DONE,
+    },
+    "logger": {
+        "after_save_checkpoint": "a Callback, with trainer.checkpoint_callback.best_model_path.",
+        "agg_and_log_metrics": "log_metrics(self, metrics, step).",
+        "update_agg_funcs": "self.log(name, value, reduce_fx=...) in the module.",
+        "close": "finalize(self, status).",
+        "group_separator": "log_metrics(self, metrics, step), which gets the names.",
+    },
+    "profiler": {
+        "profile_iterable": "iterated(self, action_name, items).",
+        "_prepare_filename": "path(self, extension).",
+        "_stats_to_str _make_report _make_report_extended": "summary(self), which returns the text.",
+        "_prepare_streams _rank_zero_info": "describe(self), which shows the text.",
+    },
+}
 
 MISSING_HOOKS: Mapping[str, Mapping[str, str]] = {
     "module": {
@@ -171,8 +280,10 @@ MISSING_HOOKS: Mapping[str, Mapping[str, str]] = {
         "on_load_checkpoint": "load_state_dict(state_dict).",
         **_HOOKS_OF_ALL,
     },
+    "strategy": _MISSING_IN_STRATEGIES,
+    **{kind: _for_each(remedies) for kind, remedies in _MISSING_IN_PLUGINS.items()},
 }
-"""Hooks of Lightning's module, callback and data module (1.x and 2.x)."""
+"""Methods of Lightning's classes (1.x and 2.x) that rankwise never calls, by the kind of class."""
 
 _NO_CLI = "build the Trainer in code; jsonargparse's CLI, Hydra and argparse can call it."
 _NO_PLUGIN = "derive from DDPStrategy, or from Strategy: Trainer(strategy=MyDDP())."

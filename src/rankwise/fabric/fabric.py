@@ -29,7 +29,7 @@ from rankwise.fabric.launching import check_function, launching_itself, run_func
 from rankwise.fabric.module import FabricModule, check_set_up
 from rankwise.fabric.optimizer import FabricOptimizer, fabric_optimizer, plain_optimizer
 from rankwise.loggers import Logger
-from rankwise.loggers.base import finalize_all
+from rankwise.loggers.base import checked_loggers, finalize_all
 from rankwise.loggers.values import numbers
 from rankwise.precision import configured_optimizers
 from rankwise.process_group.after_failure import collectives_refused_after_failure
@@ -106,7 +106,7 @@ class Fabric:
         loggers: Logger | list[Logger] | None = None,
     ) -> None:
         self.callbacks: list[Any] = checked_list("callbacks", callbacks, object)
-        self.loggers: list[Logger] = checked_list("loggers", loggers, Logger)
+        self.loggers = checked_loggers("loggers", loggers)
         given = {"accelerator": accelerator, "devices": devices, "num_nodes": num_nodes}
         self.strategy: Strategy = bound_strategy(strategy, precision, plugins, **given)
         if self.strategy.gradient_weighting == "samples":

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from rankwise.checks import check_name
+from rankwise.checks import check_name, check_overrides
+from rankwise.compatibility.names import MISSING_HOOKS
 from rankwise.start import lazy_names
 
 if TYPE_CHECKING:
@@ -39,10 +40,12 @@ def create_profiler(given: Any) -> Profiler:
     Raises:
         UnknownNameError: for another name.
         InvalidTypeError: for other values.
+        ConfigurationError: for a method of a user's class that would never be called.
     """
     from rankwise.profilers import base
 
     if isinstance(given, base.Profiler):
+        check_overrides(given, MISSING_HOOKS["profiler"])
         return given
     name = "PassThroughProfiler"
     if given is not None:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self
 
 from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
-from rankwise.checks import check_is_a, check_keywords
+from rankwise.checks import check_keywords
 from rankwise.compatibility.lightning_environments import GivenEnvironment
 from rankwise.environments import ClusterEnvironment
 from rankwise.errors import LifecycleError
@@ -44,6 +44,7 @@ from rankwise.strategies.config import (
     ProcessConfig,
     RegisteredNames,
     WithParts,
+    check_parts,
     copied_precision,
     take_fields,
 )
@@ -131,8 +132,7 @@ class Strategy(WithParts, ABC):
         self.checkpoint_io = TorchCheckpointIO() if checkpoint_io is None else checkpoint_io
         self.default_parts = {"precision"} if precision is None else set()
         self.default_parts |= {"checkpoint_io"} if checkpoint_io is None else set()
-        for name, kind in _PLUGINS.items():
-            check_is_a(name, getattr(self, name), kind)
+        check_parts(self, _PLUGINS)
         self.results: dict[int, Any] = {}
         self._placement: Placement | None = None
         self._job: Job | None = None
@@ -167,8 +167,8 @@ class Strategy(WithParts, ABC):
         derived._placement, derived._job, derived.results = None, None, {}
         derived.default_parts = self.default_parts - changes.keys()
         for name in changes.keys() & _PLUGINS.keys():
-            check_is_a(name, changes[name], _PLUGINS[name])
             setattr(derived, name, changes.pop(name))
+        check_parts(derived, _PLUGINS)
         for name in ("process_config", "group_config"):
             config = getattr(self, name)
             setattr(derived, name, dataclasses.replace(config, **take_fields(type(config), changes)))

@@ -19,9 +19,26 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, final
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from rankwise.checks import check_choice, check_is_a, check_keywords, check_minimum, check_name, check_value
-from rankwise.compatibility.lightning_environments import GivenEnvironment, LightningClusterEnvironment
-from rankwise.compatibility.names import STRATEGY_ATTRIBUTES, MissingAttribute, missing_attributes
+from rankwise.checks import (
+    check_choice,
+    check_is_a,
+    check_keywords,
+    check_minimum,
+    check_name,
+    check_overrides,
+    check_value,
+)
+from rankwise.compatibility.lightning_environments import (
+    GivenEnvironment,
+    LightningClusterEnvironment,
+    check_environment,
+)
+from rankwise.compatibility.names import (
+    MISSING_HOOKS,
+    STRATEGY_ATTRIBUTES,
+    MissingAttribute,
+    missing_attributes,
+)
 from rankwise.environments import ClusterEnvironment
 from rankwise.environments.detect import find_environment
 from rankwise.errors import (
@@ -77,11 +94,13 @@ class ProcessConfig:
         check_accelerator(self.accelerator)
         check_devices(self.devices)
         check_num_nodes(self.num_nodes)
-        if self.cluster_environment is not None:
-            kinds = (ClusterEnvironment, LightningClusterEnvironment, str)
-            check_is_a("cluster_environment", self.cluster_environment, kinds, _ENVIRONMENT)
-        if isinstance(self.cluster_environment, str):
-            find_environment(self.cluster_environment)
+        given = self.cluster_environment
+        if isinstance(given, str):
+            find_environment(given)
+        elif given is not None:
+            kinds = (ClusterEnvironment, LightningClusterEnvironment)
+            check_is_a("cluster_environment", given, kinds, _ENVIRONMENT)
+            check_environment(given)
         _normalize(
             self,
             start_method=_check_start_method(self.start_method),
@@ -96,6 +115,7 @@ class ProcessConfig:
         if self.launcher is None:
             return
         check_is_a("launcher", self.launcher, Launcher)
+        check_overrides(self.launcher, MISSING_HOOKS["launcher"])
         if self.start_method != "popen" or self.command is not None:
             raise ConfigurationError(
                 message="launcher= starts the processes, so there is no other way to start them.",
@@ -364,6 +384,20 @@ def _check_collectives(value: Any) -> bool:
         return _CHECK_VALUES[value]
     check_is_a("check_collectives", value, bool, "True, False or None")
     return bool(value)
+
+
+def check_parts(strategy: object, parts: Mapping[str, type]) -> None:
+    """Check a strategy and its parts, whose names are attributes and keys of `MISSING_HOOKS`.
+
+    Raises:
+        InvalidTypeError: for a part that is not of its base class in `parts`.
+        ConfigurationError: see `check_overrides`.
+    """
+    check_overrides(strategy, MISSING_HOOKS["strategy"])
+    for name, base in parts.items():
+        part = getattr(strategy, name)
+        check_is_a(name, part, base)
+        check_overrides(part, MISSING_HOOKS[name])
 
 
 def copied_precision(precision: Precision, *, is_used: bool) -> Precision:

@@ -12,12 +12,13 @@ from typing import Any, final
 
 import torch
 
-from rankwise.checks import check_value
+from rankwise.checks import check_overrides, check_value
 from rankwise.compatibility.lightning_environments import (
     GivenEnvironment,
     LightningClusterEnvironment,
     adapted_environment,
 )
+from rankwise.compatibility.names import MISSING_HOOKS
 from rankwise.environments import (
     ClusterEnvironment,
     Detection,
@@ -65,6 +66,10 @@ class Placement:
     environment: ClusterEnvironment
     launcher: Launcher | None = None
 
+    def __post_init__(self) -> None:
+        if self.launcher is not None:
+            check_overrides(self.launcher, MISSING_HOOKS["launcher"])
+
     @cached_property
     def root_device(self) -> torch.device:
         """The device of this process."""
@@ -90,6 +95,7 @@ def find_placement(
     count = len(devices) if isinstance(devices, tuple) else devices
     detection = _find_environment(config.cluster_environment, count, num_nodes)
     environment = detection.environment
+    check_overrides(environment, MISSING_HOOKS["environment"])
     found = local_devices(kind, devices, environment.processes_per_node)
     if environment.creates_processes_externally:
         ranks = environment.ranks
@@ -122,13 +128,13 @@ def _find_environment(
     given: GivenEnvironment | None, devices: int | None, num_nodes: int | None
 ) -> Detection:
     """Return the environment and the reason for choosing it."""
-    if isinstance(given, ClusterEnvironment):
-        return Detection(given, "it was given", {})
     if isinstance(given, LightningClusterEnvironment):
         is_rerun = script_place() is not None
         return Detection(
             adapted_environment(given, devices, num_nodes, is_rerun=is_rerun), "it was given", {}
         )
+    if isinstance(given, ClusterEnvironment):
+        return Detection(given, "it was given", {})
     if isinstance(given, str):
         return Detection(create_environment(given), "it was named", {})
     if script_place() is not None:

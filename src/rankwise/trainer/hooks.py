@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 from torch import Tensor
 
 from rankwise.callbacks import Callback, MonitoringCallback
+from rankwise.checks import accepts, check_arguments, is_of_this_package, refuse_methods
 from rankwise.compatibility.names import MISSING_HOOKS
 from rankwise.errors import ConfigurationError
 from rankwise.trainer.data import DataModule
@@ -221,7 +222,7 @@ def check_hooks(
     """
     _check_settings(module)
     _check_settings(datamodule)
-    _refuse(module, REFUSED["module"])
+    refuse_methods(module, REFUSED["module"])
     _check_submodules(module)
     for hook in map(_BY_NAME.__getitem__, own_methods(module, TrainingModule, _NAMES["module"])):
         _check_arguments(module, hook)
@@ -233,11 +234,11 @@ def check_hooks(
                 remedy="leave the method out, and do the same in training_step.",
             )
     for callback in callbacks:
-        _refuse(callback, REFUSED["callback"])
+        refuse_methods(callback, REFUSED["callback"])
         for name in own_methods(callback, Callback, _NAMES["callback"]):
             _check_arguments(callback, _BY_NAME[name])
     if datamodule is not None:
-        _refuse(datamodule, REFUSED["datamodule"])
+        refuse_methods(datamodule, REFUSED["datamodule"])
         for name in own_methods(datamodule, DataModule, _NAMES["datamodule"]):
             _check_arguments(datamodule, _BY_NAME[name])
 
@@ -251,16 +252,6 @@ def _check_settings(owner: object) -> None:
             facts="it is True; a loader that is empty on some ranks is an error on all.",
             remedy='leave it out; Trainer(uneven_inputs="join") lets ranks have fewer batches than others.',
         )
-
-
-def _refuse(owner: object, refused: Mapping[str, str]) -> None:
-    for name, remedy in refused.items():
-        if callable(getattr(type(owner), name, None)) or callable(vars(owner).get(name)):
-            raise ConfigurationError(
-                message=f"{type(owner).__name__}.{name}() would never be called.",
-                facts="it has the name of a hook that rankwise does not have.",
-                remedy=f"{remedy} A method that is not a hook needs another name.",
-            )
 
 
 def _check_submodules(module: TrainingModule) -> None:
@@ -283,15 +274,7 @@ def _check_arguments(owner: object, hook: Hook) -> None:
             remedy=f"def {hook.name}(self, batch, batch_idx).",
         )
     first = ["trainer", "module"] if isinstance(owner, Callback) else []
-    names = [*first, *hook.names]
-    counts = range(len(first) + hook.num_required, len(names) + 1)
-    if callable(method) and not any(_accepts(method, count) for count in counts):
-        name = f"{type(owner).__name__}.{hook.name}"
-        raise ConfigurationError(
-            message=f"{name}() cannot be called with the arguments of this hook.",
-            facts=f"it takes {inspect.signature(method)}, and would get ({', '.join(names)}).",
-            remedy=f"def {hook.name}({', '.join(['self', *names])}).",
-        )
+    check_arguments(owner, hook.name, [*first, *hook.names], len(first) + hook.num_required)
 
 
 def _parameters_of(method: Callable[..., Any]) -> Iterable[str]:
@@ -301,20 +284,9 @@ def _parameters_of(method: Callable[..., Any]) -> Iterable[str]:
         return ()
 
 
-def _accepts(method: Callable[..., Any], count: int) -> bool:
-    """Return whether a method can be called with `count` positional arguments."""
-    try:
-        inspect.signature(method).bind(*[None] * count)
-    except TypeError:
-        return False
-    except ValueError:  # it has no signature
-        return True
-    return True
-
-
 def _adapted(method: Callable[..., Any], hook: Hook, num_first: int) -> Callable[..., Any]:
     """Return a method that takes all arguments of a hook, and leaves out a last one that it does not have."""
-    if len(hook.names) == hook.num_required or _accepts(method, num_first + len(hook.names)):
+    if len(hook.names) == hook.num_required or accepts(method, num_first + len(hook.names)):
         return method
     return lambda *args: method(*args[:-1])
 
@@ -328,7 +300,7 @@ def num_step_arguments(module: TrainingModule, step: str, num_loaders: int = 1) 
     method = getattr(module, step)
     counts = (2, 1, 3) if num_loaders == 1 else (3,)
     for count in counts:
-        if _accepts(method, count):
+        if accepts(method, count):
             return count
     name = f"{type(module).__name__}.{step}"
     raise ConfigurationError(
@@ -387,15 +359,10 @@ def _extends_ours(method: Callable[..., Any]) -> bool:
     classes = type(getattr(method, "__self__", None)).__mro__
     name = getattr(method, "__name__", "")
     return any(
-        name in vars(each) and _is_of_this_package(each)
+        name in vars(each) and is_of_this_package(each)
         for each in classes
         if each not in (Callback, TrainingModule)
     )
-
-
-def _is_of_this_package(method: Callable[..., Any]) -> bool:
-    """Return whether rankwise defines a class or method."""
-    return getattr(method, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
 
 
 @final
@@ -484,7 +451,7 @@ class Hooks:
         """Return `call`, the method of a hook, so that several ranks do in it what one process does."""
         is_alone = self.trainer.world_size == 1
         # Rankwise's own hooks of batches draw no random numbers.
-        if is_alone or name in _OF_EACH_RANK or ("_batch_" in name and _is_of_this_package(method)):
+        if is_alone or name in _OF_EACH_RANK or ("_batch_" in name and is_of_this_package(method)):
             return call
         stage, label = self.stage, f"{key}.{name}"
 

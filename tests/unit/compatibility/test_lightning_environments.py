@@ -1,4 +1,4 @@
-"""A `ClusterEnvironment` of Lightning's, given to rankwise."""
+"""A `ClusterEnvironment` of Lightning's, or one written as Lightning's is, given to rankwise."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 
 from rankwise import Trainer
 from rankwise.compatibility.lightning_environments import LightningClusterEnvironment
-from rankwise.environments import LocalEnvironment
+from rankwise.environments import ClusterEnvironment, LocalEnvironment
 from rankwise.errors import (
     ConfigurationError,
     EnvironmentVariableError,
@@ -65,6 +65,13 @@ class OfLightning:
         """Does nothing."""
 
 
+def derived(**methods: Any) -> Any:
+    """Return one that derives from rankwise's class, and does not call its constructor."""
+    facts = {"creates_processes_externally": True, "_size": 0, "_own_size": 0, "_rank": 0}
+    places = {"_node_rank": 1, "_local_rank": 1, "__init__": lambda self: None}
+    return type("Derived", (OfLightning, ClusterEnvironment), {**facts, **places, **methods})()
+
+
 def bound(given: Any, **arguments: Any) -> DDPStrategy:
     """Return a strategy that is bound to an environment of Lightning's."""
     strategy = DDPStrategy(accelerator="cpu", cluster_environment=given, **arguments)
@@ -118,6 +125,19 @@ def test_contradictions() -> None:
         bound(OfLightning(places=(1, 0)), devices=2, num_nodes=1)
     with pytest.raises(ValueError, match="no 3 nodes"):
         bound(OfLightning(), devices=1, num_nodes=3)
+
+
+def test_one_that_derives_from_rankwises_class() -> None:
+    """It works as in Lightning, without a call of the constructor; methods that it inherits are refused."""
+    strategy = bound(derived(), devices=2, num_nodes=2)
+    assert strategy.ranks == RankInfo(3, 1, 1, 4, 2, 2)
+    assert (strategy.environment.main_address, strategy.environment.main_port) == ("192.0.2.1", 29471)
+    with pytest.raises(ConfigurationError, match="Derived does not define main_port, node_rank"):
+        DDPStrategy(
+            cluster_environment=derived(
+                main_port=ClusterEnvironment.main_port, node_rank=ClusterEnvironment.node_rank
+            )
+        )
 
 
 def test_one_that_starts_nothing() -> None:
