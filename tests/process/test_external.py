@@ -208,6 +208,101 @@ def test_variables_set_by_hand(run_script: ScriptRunner) -> None:
         assert "(devices=3 x num_nodes=1), but plain started 2." in result.stdout
 
 
+AS_IN_LIGHTNING = """
+    import os
+    import sys
+    import torch
+    import rankwise.lightning as pl
+    from rankwise.lightning.plugins import CheckpointIO, ClusterEnvironment
+
+    class Shells(ClusterEnvironment):
+        main_address = "127.0.0.1"
+        creates_processes_externally = True
+
+        def __init__(self):
+            self.ended = 0
+
+        @property
+        def main_port(self):
+            return int(os.environ["OUR_PORT"])
+
+        @staticmethod
+        def detect():
+            return "OUR_RANK" in os.environ
+
+        def world_size(self):
+            return 2
+
+        def set_world_size(self, size):
+            assert size == 2
+
+        def global_rank(self):
+            return int(os.environ["OUR_RANK"])
+
+        def set_global_rank(self, rank):
+            assert rank == self.global_rank()
+
+        def local_rank(self):
+            return self.global_rank()
+
+        def node_rank(self):
+            return 0
+
+        def teardown(self):
+            self.ended += 1
+
+    class PlainFiles(CheckpointIO):
+        def save_checkpoint(self, checkpoint, path, storage_options=None):
+            torch.save({"by": "PlainFiles", "checkpoint": checkpoint}, path)
+
+        def load_checkpoint(self, path, map_location=None, weights_only=None):
+            loaded = torch.load(path, map_location=map_location, weights_only=True)
+            assert loaded["by"] == "PlainFiles"
+            return loaded["checkpoint"]
+
+        def remove_checkpoint(self, path):
+            os.remove(path)
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch, batch_idx):
+            return (self.layer(batch) - 1).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    if __name__ == "__main__":
+        facts = []
+        for epochs, path in ((1, None), (2, sys.argv[1])):
+            pl.seed_everything(1)
+            shells, module = Shells(), Module()
+            trainer = pl.Trainer(
+                strategy="ddp", devices=2, accelerator="cpu", max_epochs=epochs, logger=False,
+                enable_checkpointing=False, enable_progress_bar=False, plugins=[shells, PlainFiles()],
+            )
+            data = torch.utils.data.DataLoader(torch.arange(8.0).unsqueeze(1) / 8)
+            trainer.fit(module, data, ckpt_path=path)
+            trainer.save_checkpoint(sys.argv[1])
+            facts += [trainer.global_step, shells.ended]
+        print(trainer.global_rank, trainer.world_size, facts, module.layer.weight.item())
+"""
+
+
+def test_plugins_as_in_lightning(run_script: ScriptRunner, tmp_path: Path) -> None:
+    """An environment and a `CheckpointIO` in Lightning's form, with other imports, train and resume."""
+    path, port = run_script.write(AS_IN_LIGHTNING), str(free_port())
+    file = str(tmp_path / "last.ckpt")
+    ranks = [{"OUR_RANK": str(rank), "OUR_PORT": port} for rank in range(2)]
+    results = [each.finish() for each in [run_script.start(path, file, env=each) for each in ranks]]
+    assert [result.returncode for result in results] == [0, 0], results
+    lines = [result.stdout.splitlines()[-1] for result in results]
+    weight = lines[0].rpartition(" ")[2]
+    assert lines == [f"{rank} 2 [4, 1, 8, 1] {weight}" for rank in range(2)], results
+
+
 def test_what_env_needs_is_a_job_on_one_node(cases: Cases) -> None:
     """`RANK`, `WORLD_SIZE` and `MASTER_*` on loopback are one job, not two that train on all data."""
     results = cases.on_each("fit", variables=_variables("RANK", WORLD_SIZE="2"))
