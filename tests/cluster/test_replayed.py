@@ -1,4 +1,4 @@
-"""LSF, PALS and Kubeflow have no server here: their variables, as documented, in real processes."""
+"""LSF, PALS, Kubeflow and SkyPilot have no server here: their variables, as documented, in real processes."""
 
 import sys
 from collections.abc import Sequence
@@ -12,14 +12,22 @@ from tests.cluster.hosts import TwoHosts
 from tests.helpers.ports import free_port
 from tests.helpers.scripts import ScriptResult, ScriptRunner
 from tests.process.helpers import with_tests
-from tests.unit.environments.variables import Variables, jsrun, pals, pod
+from tests.unit.environments.variables import Variables, jsrun, pals, pod, skypilot, train_job
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(220)]
 
 SCRIPT = """
+import os
 import sys
 import torch
+from rankwise.environments import NodesEnvironment
 from rankwise.strategies import DDPStrategy
+
+class OwnNodes(NodesEnvironment):
+    name = "own_nodes"
+    variables = {
+        "node_rank": "BN_NODE", "num_nodes": "BN_NODES", "main_address": "BN_HEAD", "main_port": "BN_PORT",
+    }
 
 def train(strategy):
     torch.manual_seed(strategy.global_rank)  # DDP gives all of them those of rank 0
@@ -35,13 +43,16 @@ def train(strategy):
     sys.stdout.flush()
 
 if __name__ == "__main__":
-    DDPStrategy(accelerator="cpu", start_method="fork").launch(train)
+    own = OwnNodes() if "BN_NODE" in os.environ else None
+    devices = int(sys.argv[1]) if sys.argv[1:] else "auto"
+    strategy = DDPStrategy(accelerator="cpu", devices=devices, cluster_environment=own, start_method="fork")
+    strategy.launch(train)
 """
 
 
-def run_all(run_script: ScriptRunner, sets: Sequence[Variables]) -> list[ScriptResult]:
-    path = str(run_script.write(SCRIPT))
-    running = [run_script.start_command([sys.executable, path], env={**with_tests(), **own}) for own in sets]
+def run_all(run_script: ScriptRunner, sets: Sequence[Variables], *arguments: str) -> list[ScriptResult]:
+    command = [sys.executable, str(run_script.write(SCRIPT)), *arguments]
+    running = [run_script.start_command(command, env={**with_tests(), **own}) for own in sets]
     results = [each.finish(timeout=110) for each in running]
     assert [result.returncode for result in results] == [0] * len(sets), results
     return results
@@ -71,12 +82,29 @@ def test_two_nodes(name: str, on_both: OnBoth, hosts: TwoHosts, tmp_path: Path) 
     check_doctor(doctor.stdout, name, world_size=2)
 
 
-def test_pods_of_two_processes(run_script: ScriptRunner) -> None:
-    """Two pods of a PyTorchJob with nprocPerNode 2 train as four ranks."""
-    endpoint = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    for node, result in enumerate(
-        run_all(run_script, [{**pod(rank, 2, "2"), **endpoint} for rank in (0, 1)])
-    ):
+def nodes_of(name: str, address: str, port: str) -> list[Variables]:
+    """Return the variables of two nodes of one process each, whose rank 0 is at an address."""
+    main = {"MASTER_ADDR": address, "MASTER_PORT": port}
+    pet = {f"PET_{variable}": value for variable, value in main.items()}
+    return {
+        "kubeflow": [{**pod(rank, 2, "2"), **main} for rank in (0, 1)],
+        "trainjob": [{**train_job(rank, 2, "2"), **pet} for rank in (0, 1)],
+        "skypilot": [
+            {**skypilot(rank), "SKYPILOT_NODE_IPS": address, "MASTER_PORT": port} for rank in (0, 1)
+        ],
+        "own_nodes": [
+            {"BN_NODE": str(rank), "BN_NODES": "2", "BN_HEAD": address, "BN_PORT": port} for rank in (0, 1)
+        ],
+    }[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"), [("kubeflow", []), ("trainjob", []), ("skypilot", ["2"]), ("own_nodes", ["2"])]
+)
+def test_nodes_of_two_processes(name: str, devices: list[str], run_script: ScriptRunner) -> None:
+    """Two nodes of one process each train as four ranks, of which the strategy starts the others."""
+    nodes = nodes_of(name, "127.0.0.1", str(free_port()))
+    for node, result in enumerate(run_all(run_script, nodes, *devices)):
         for rank in (2 * node, 2 * node + 1):
             place = f"RankInfo(global_rank {rank} of 4, local_rank {rank % 2} of 2, node {node} of 2)"
-            assert f"kubeflow {place} 1 weights" in result.stdout, result
+            assert f"{name} {place} 1 weights" in result.stdout, result

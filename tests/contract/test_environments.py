@@ -16,8 +16,10 @@ from rankwise.environments import (
     NodesEnvironment,
     PALSEnvironment,
     PlainEnvironment,
+    SkyPilotEnvironment,
     SlurmEnvironment,
     TorchElasticEnvironment,
+    TrainJobEnvironment,
     create_environment,
     detect_environment,
 )
@@ -48,6 +50,18 @@ class OwnEnvironment(ClusterEnvironment):
         "local_world_size": "OWN_LOCAL_SIZE",
         "main_address": "OWN_HEAD",
         "main_port": "OWN_PORT",
+    }
+
+
+class OwnNodes(NodesEnvironment):
+    """A user's own environment of nodes: a table of names, with that of the number of nodes."""
+
+    name = "own_nodes"
+    variables: ClassVar[Mapping[str, str]] = {
+        "node_rank": "BN_NODE",
+        "num_nodes": "BN_NODES",
+        "main_address": "BN_HEAD",
+        "main_port": "BN_PORT",
     }
 
 
@@ -110,6 +124,18 @@ KUBEFLOW = {
     "MASTER_ADDR": "job-master-0",
     "MASTER_PORT": "23456",
 }
+TRAIN_JOB = {
+    "PET_NODE_RANK": "1",
+    "PET_NNODES": "2",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29400",
+}
+SKYPILOT = {
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+}
+OWN_NODES = {"BN_NODE": "1", "BN_NODES": "2", "BN_HEAD": "10.0.0.1", "BN_PORT": "5000"}
 NODES = {"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5000"}
 GOOD: dict[type[ClusterEnvironment], Variables] = {
     TorchElasticEnvironment: TORCHRUN,
@@ -119,7 +145,10 @@ GOOD: dict[type[ClusterEnvironment], Variables] = {
     PALSEnvironment: PALS,
     KubeflowEnvironment: KUBEFLOW,
     PlainEnvironment: PLAIN,
+    TrainJobEnvironment: TRAIN_JOB,
+    SkyPilotEnvironment: SKYPILOT,
     NodesEnvironment: NODES,
+    OwnNodes: OWN_NODES,
     OwnEnvironment: OWN,
 }
 NUMBERS: dict[type[ClusterEnvironment], tuple[str, ...]] = {
@@ -144,7 +173,10 @@ NUMBERS: dict[type[ClusterEnvironment], tuple[str, ...]] = {
     PALSEnvironment: tuple(PALS),
     KubeflowEnvironment: ("RANK", "WORLD_SIZE"),
     PlainEnvironment: ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    TrainJobEnvironment: ("PET_NODE_RANK", "PET_NNODES"),
+    SkyPilotEnvironment: ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"),
     NodesEnvironment: ("NODE_RANK",),
+    OwnNodes: ("BN_NODE", "BN_NODES"),
     OwnEnvironment: ("OWN_RANK", "OWN_SIZE", "OWN_LOCAL_RANK", "OWN_LOCAL_SIZE"),
 }
 
@@ -171,7 +203,10 @@ def test_a_good_set_is_detected(cls: type[ClusterEnvironment]) -> None:
         (MPIEnvironment, RankInfo(3, 1, 1, 4, 2, 2)),
         (PALSEnvironment, RankInfo(3, 1, 1, 4, 2, 2)),
         (KubeflowEnvironment, RankInfo(1, 0, 1, 2, 1, 2)),
+        (TrainJobEnvironment, RankInfo(1, 0, 1, 2, 1, 2)),
+        (SkyPilotEnvironment, RankInfo(1, 0, 1, 2, 1, 2)),
         (NodesEnvironment, RankInfo(1, 0, 1, 2, 1, 2)),
+        (OwnNodes, RankInfo(1, 0, 1, 2, 1, 2)),
         (PlainEnvironment, RankInfo(1, 1, 0, 2, 2, 1)),
         (OwnEnvironment, RankInfo(3, 1, 1, 4, 2, 2)),
         (LocalEnvironment, RankInfo(0, 0, 0, 1, 1, 1)),
@@ -203,7 +238,9 @@ def test_own_environment_of_nodes() -> None:
         (TorchElasticEnvironment, ("node0", 29400)),
         (SlurmEnvironment, ("gpu07", 20000 + 1042 * 31 % 12000)),
         (KubeflowEnvironment, ("job-master-0", 23456)),
+        (TrainJobEnvironment, ("job-node-0-0.job", 29400)),
         (NodesEnvironment, ("10.0.0.1", 5000)),
+        (OwnNodes, ("10.0.0.1", 5000)),
         (PlainEnvironment, ("10.0.0.1", 5000)),
         (OwnEnvironment, ("head", 1)),
     ],
@@ -354,9 +391,8 @@ def test_unrelated_variables_are_not_shown(cls: type[ClusterEnvironment]) -> Non
         ({**PLAIN, **TORCHRUN}, "torchelastic"),
         ({"LOCAL_RANK": "0"}, "local"),
         ({"NODE_RANK": "0", "LOCAL_RANK": "0"}, "local"),
-        ({"WORLD_SIZE": "2"}, "local"),
     ],
-    ids=["nothing", "plain", "torchrun", "both", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"],
+    ids=["nothing", "plain", "torchrun", "both", "LOCAL_RANK", "NODE_RANK"],
 )
 def test_detection(variables: Variables, name: str) -> None:
     """The launcher nearest to the process is detected; an incomplete set is ignored."""
@@ -376,6 +412,8 @@ def test_detection_explains_itself() -> None:
         "not 'pals': none of its variables is set; "
         "not 'kubeflow': KUBERNETES_SERVICE_HOST, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set; "
         "not 'plain': WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set; "
+        "not 'trainjob': RANK is set: whoever set it has started a process for each rank; "
+        "not 'skypilot': RANK is set: whoever set it has started a process for each rank; "
         "not 'nodes': RANK is set: whoever set it has started a process for each rank"
     )
 
@@ -415,7 +453,7 @@ def test_a_named_environment_must_be_there() -> None:
 @pytest.mark.parametrize("name", environment_names())
 def test_every_environment_has_a_name(name: str) -> None:
     """Each name that is listed creates its environment."""
-    variables = {name: value for good in GOOD.values() for name, value in good.items()} | TORCHRUN
+    variables = next((good for cls, good in GOOD.items() if cls.name == name), {})
     assert create_environment(name, variables).name == name
     assert create_environment(name.upper(), variables).name == name
 

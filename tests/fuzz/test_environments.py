@@ -31,6 +31,7 @@ LAUNCHERS = (
     *(variables.torchrun(), variables.step(), variables.batch(), variables.open_mpi(3, 4, 1, 2)),
     *(variables.step(2, "2(x2),1", "gpu[01-03]", place=(1, 0)), variables.hydra(), variables.jsrun(3, 4, 2)),
     *(variables.pals(), variables.pod(), variables.plain(), variables.by_hand()),
+    *(variables.train_job(), variables.skypilot(), variables.sagemaker(), variables.submitit_local()),
 )
 NODE_LISTS = ("gpu[08-10,3]", "login", "r[1-2]n[01-02]x", "n[1-", "]", "9", ",", "[", "1-3", "ip-10-0-0-1.eu")
 COUNTS = ("2(x3)", "1", "4", "(x", ")", "9", ",")
@@ -46,12 +47,12 @@ def test_launchers(fuzzing: Fuzzing) -> None:
         environ = {**launcher, **{name: text_from(random, list(launcher.values())) for name in names}}
         for name in random.choices(names, k=random.randrange(2)):
             del environ[name]
-        if random.random() < 0.02:  # which takes a search for installed environments
+        if random.random() < 0.02:
             environ["RANKWISE_ENVIRONMENT"] = text_from(random, ("local", "slurm", "plain", "mpi"))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             warn_of_unused_tasks(environ, 1)
-        environment = detect_environment(environ).environment
+            environment = detect_environment(environ).environment
         assert 0 <= environment.ranks.global_rank < environment.ranks.world_size
         if environment.name != "mpi" or environment.num_nodes == 1:  # mpi4py would start a job
             assert 1 <= environment.main_port <= 65535

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, final, runtime_checkable
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol, final, runtime_checkable
 
 from rankwise.checks import check_overrides
 from rankwise.compatibility.names import MISSING_HOOKS
 from rankwise.environments.base import ClusterEnvironment
-from rankwise.environments.torch_variables import NodesEnvironment
+from rankwise.environments.nodes import NodesEnvironment
 from rankwise.errors import ConfigurationError, WorldSizeMismatchError
 
 _RANKS = ("world_size", "global_rank", "local_rank", "node_rank")
@@ -77,6 +78,7 @@ class _Adapted(ClusterEnvironment):
     """The facts that both kinds of environments have."""
 
     name = "lightning"
+    optional_variables: ClassVar[Mapping[str, str]] = {}
     remedy = "give devices and num_nodes as that environment has them: Trainer(devices=..., num_nodes=...)."
 
     def __init__(self, given: Any) -> None:

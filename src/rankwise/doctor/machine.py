@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,8 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  only its size is read
 _SMALL_SHARED_MEMORY = 256 * 2**20
 # By the variable of a scheduler's allocation: the scheduler, and the command that starts ranks in it.
 _SCHEDULERS = {"SLURM_JOB_ID": ("Slurm", "srun"), "LSB_JOBID": ("LSF", "jsrun")}
-_PRESETS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+_PRESETS = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+_NOTHING_IF_INTENDED = "nothing, if this is intended."
 _LONGEST_LOOKUP_S = 6.0  # a resolver's own limit is 5 s
 _SLOW_LOOKUP_S = 1.0
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -64,7 +66,9 @@ def examine_environment(environ: Mapping[str, str]) -> tuple[Section, Detection 
     """Report what was detected and why the others were not; the `Detection` is None if that failed."""
     key, title = "environment", "Who started this process"
     try:
-        detection = detect_environment(environ)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            detection = detect_environment(environ)
     except RankwiseError as error:
         facts: dict[str, Any] = {"name": None, "reason": error.summary(), "variables": {}, "rejected": {}}
         lines = ["not known: a launcher's variables are set, but wrong"]
@@ -81,7 +85,9 @@ def examine_environment(environ: Mapping[str, str]) -> tuple[Section, Detection 
         "variables": variables,
         "rejected": rejected,
     }
-    findings = [] if environment.creates_processes_externally else _notes_when_alone(environ)
+    findings = [Finding(str(each.message), _NOTHING_IF_INTENDED, is_error=False) for each in caught]
+    if not environment.creates_processes_externally:
+        findings += _notes_when_alone(environ)
     return Section(key, title, facts, lines, findings), detection
 
 

@@ -3,14 +3,14 @@
 from rankwise.environments.base import ClusterEnvironment
 from rankwise.environments.detect import Detection, create_environment, detect_environment
 from rankwise.environments.mpi import LSFEnvironment, MPIEnvironment, PALSEnvironment
-from rankwise.environments.slurm import SlurmEnvironment
-from rankwise.environments.torch_variables import (
+from rankwise.environments.nodes import (
     KubeflowEnvironment,
-    LocalEnvironment,
     NodesEnvironment,
-    PlainEnvironment,
-    TorchElasticEnvironment,
+    SkyPilotEnvironment,
+    TrainJobEnvironment,
 )
+from rankwise.environments.slurm import SlurmEnvironment
+from rankwise.environments.torch_variables import LocalEnvironment, PlainEnvironment, TorchElasticEnvironment
 
 __all__ = [
     "ClusterEnvironment",
@@ -22,8 +22,10 @@ __all__ = [
     "NodesEnvironment",
     "PALSEnvironment",
     "PlainEnvironment",
+    "SkyPilotEnvironment",
     "SlurmEnvironment",
     "TorchElasticEnvironment",
+    "TrainJobEnvironment",
     "create_environment",
     "detect_environment",
 ]

@@ -53,7 +53,8 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
     Attributes:
         name: the environment's name, for `Trainer(plugins=["name"])` and messages.
         variables: fact to variable name. The facts are `global_rank`, `world_size`, `local_rank`,
-            `local_world_size`, `node_rank`, `num_nodes`, `main_address` and `main_port`.
+            `local_world_size`, `node_rank`, `num_nodes`, `main_address` and `main_port`. All must be set.
+        optional_variables: fact to variable name, for variables that need not be set.
         constants: fact to number, for facts that are the same in every process.
         required: further variables that must be set, which other launchers may set too.
         optional: further variables to show in messages.
@@ -69,6 +70,10 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
 
     name: ClassVar[str] = ""
     variables: ClassVar[Mapping[str, str]] = {}
+    optional_variables: ClassVar[Mapping[str, str]] = {
+        "main_address": "MASTER_ADDR",
+        "main_port": "MASTER_PORT",
+    }
     constants: ClassVar[Mapping[str, int]] = {}
     required: ClassVar[tuple[str, ...]] = ()
     optional: ClassVar[tuple[str, ...]] = ()
@@ -81,12 +86,17 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         """Read `environ`, by default a copy of `os.environ`."""
         self._environ = dict(os.environ if environ is None else environ)
-        self._table = self.table(self._environ)
+        self._table = self.full_table(self._environ)
 
     @classmethod
     def table(cls, environ: Mapping[str, str]) -> Mapping[str, str]:
         """Return fact to variable name; override it for a launcher with several sets of names."""
         return cls.variables
+
+    @classmethod
+    def full_table(cls, environ: Mapping[str, str]) -> Mapping[str, str]:
+        """Return fact to variable name, of required and optional variables."""
+        return {**cls.optional_variables, **cls.table(environ)}
 
     @classmethod
     def missing(cls, environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -113,7 +123,7 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
             return "none of its variables is set" if is_none_set else f"{', '.join(missing)} not set"
         environment = cls(environ)
         if missing:
-            raise environment._error(f"{', '.join(missing)} is not set")
+            raise environment.error_of_missing()
         environment.ranks  # noqa: B018  reading the ranks validates them
         return None
 
@@ -166,14 +176,14 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
     @property
     def node_rank(self) -> int:
         """The id of this node; without a variable derived from nodes of equal size."""
-        if "node_rank" in self._table:
+        if self._knows("node_rank"):
             return self._fact("node_rank")
         return self.global_rank // max(1, self.local_world_size)
 
     @property
     def num_nodes(self) -> int:
         """The number of nodes; without a variable derived from nodes of equal size."""
-        if "num_nodes" in self._table:
+        if self._knows("num_nodes"):
             return self._fact("num_nodes")
         return max(1, -(-self.world_size // max(1, self.local_world_size)))
 
@@ -184,7 +194,7 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
         Raises:
             EnvironmentVariableError: when neither is known.
         """
-        variable = self._table.get("main_address", "MASTER_ADDR")
+        variable = self.variable_of("main_address")
         names = [] if self._has(variable) else self._node_names()
         return names[0] if names else self._text(variable)
 
@@ -195,7 +205,7 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
         Raises:
             EnvironmentVariableError: when it is not a port, or no id of the job is set.
         """
-        variable = self._table.get("main_port", "MASTER_PORT")
+        variable = self.variable_of("main_port")
         ids = [self._text(name) for name in self.job_variables if self._has(name)]
         if ids and not self._has(variable):
             return port_of_job(ids)
@@ -219,6 +229,20 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
             )
         except InvalidArgumentError as error:
             raise self._error(error.summary()) from None
+
+    def variable_of(self, fact: str) -> str:
+        """Return the name of the variable that contains a fact, whether it is set or not.
+
+        Raises:
+            EnvironmentVariableError: when no variable is known for it.
+        """
+        if fact not in self._table:
+            raise EnvironmentVariableError(environment=self.name, problem=f"no variable is known for {fact}")
+        return self._table[fact]
+
+    def error_of_missing(self) -> EnvironmentVariableError:
+        """Return the error about variables that are not set."""
+        return self._error(f"{', '.join(self.missing(self._environ))} is not set")
 
     def seen(self) -> dict[str, str]:
         """Return the variables of this environment that are set, for messages."""
@@ -244,11 +268,11 @@ class ClusterEnvironment(ABC):  # noqa: B024  a table of names may be all that a
         return tuple(dict.fromkeys([*cls.markers, *cls.required, *cls.table(environ).values()]))
 
     def _fact(self, fact: str) -> int:
-        if fact in self.constants:
-            return self.constants[fact]
-        if fact not in self._table:
-            raise EnvironmentVariableError(environment=self.name, problem=f"no variable is known for {fact}")
-        return self._number(self._table[fact])
+        return self.constants[fact] if fact in self.constants else self._number(self.variable_of(fact))
+
+    def _knows(self, fact: str) -> bool:
+        """Return whether the variable of a fact is set, or must be."""
+        return fact in self.table(self._environ) or self._has(self._table.get(fact, ""))
 
     def _node_names(self) -> list[str]:
         """Return the different names of the job's nodes, rank 0's first, if the launcher provides them."""

@@ -8,15 +8,16 @@ from importlib.metadata import entry_points
 from typing import NamedTuple, final
 
 from rankwise.environments.base import ClusterEnvironment
+from rankwise.environments.incomplete import check_is_alone
 from rankwise.environments.mpi import LSFEnvironment, MPIEnvironment, PALSEnvironment
-from rankwise.environments.slurm import SlurmEnvironment
-from rankwise.environments.torch_variables import (
+from rankwise.environments.nodes import (
     KubeflowEnvironment,
-    LocalEnvironment,
     NodesEnvironment,
-    PlainEnvironment,
-    TorchElasticEnvironment,
+    SkyPilotEnvironment,
+    TrainJobEnvironment,
 )
+from rankwise.environments.slurm import SlurmEnvironment
+from rankwise.environments.torch_variables import LocalEnvironment, PlainEnvironment, TorchElasticEnvironment
 from rankwise.errors import EnvironmentVariableError, InvalidTypeError, UnknownNameError
 
 ENVIRONMENT_VARIABLE = "RANKWISE_ENVIRONMENT"
@@ -32,6 +33,8 @@ _ORDER: tuple[type[ClusterEnvironment], ...] = (
     PALSEnvironment,
     KubeflowEnvironment,
     PlainEnvironment,
+    TrainJobEnvironment,
+    SkyPilotEnvironment,
     NodesEnvironment,
     LocalEnvironment,
 )
@@ -90,6 +93,8 @@ def create_environment(name: str, environ: Mapping[str, str] | None = None) -> C
 def detect_environment(environ: Mapping[str, str] | None = None) -> Detection:
     """Detect the environment; the variable `RANKWISE_ENVIRONMENT` overrides detection.
 
+    It warns if there are several processes or nodes, by a variable that belongs to no complete set.
+
     Raises:
         UnknownNameError: when `RANKWISE_ENVIRONMENT` is an unknown name.
         EnvironmentVariableError: when a launcher has started this process but its variables are wrong.
@@ -99,7 +104,8 @@ def detect_environment(environ: Mapping[str, str] | None = None) -> Detection:
         return Detection(create_environment(chosen, environ), f"{ENVIRONMENT_VARIABLE}={chosen}", {})
     found: type[ClusterEnvironment] = LocalEnvironment  # which accepts every process
     rejected: dict[str, str] = {}
-    for cls in _ORDER[:-1]:
+    candidates = _ORDER[:-1]
+    for cls in candidates:
         try:
             reason = cls.rejection(environ)
         except EnvironmentVariableError as error:
@@ -110,4 +116,6 @@ def detect_environment(environ: Mapping[str, str] | None = None) -> Detection:
             found = cls
         else:
             rejected[cls.name] = reason or f"{found.name} is nearer to this process"
+    if found is LocalEnvironment:
+        check_is_alone(candidates, environ)
     return Detection(found(environ), _LAST_REASON if found is LocalEnvironment else _REASON, rejected)

@@ -43,7 +43,6 @@ class MPIEnvironment(ClusterEnvironment):
 
     name = "mpi"
     variables: ClassVar[Mapping[str, str]] = _OPEN_MPI
-    optional = ("MASTER_ADDR", "MASTER_PORT")
     job_variables = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 
     @classmethod
@@ -67,18 +66,18 @@ class MPIEnvironment(ClusterEnvironment):
             ConfigurationError: when mpi4py finds no MPI library.
             EnvironmentVariableError: when mpi4py uses another MPI than the one that started the job.
         """
-        if self._has("MASTER_ADDR"):
-            return self._text("MASTER_ADDR")
+        if self._knows("main_address"):
+            return super().main_address
         return LOOPBACK if self.num_nodes == 1 else self._broadcast_endpoint[0]
 
     @property
     def main_port(self) -> int:
         """`MASTER_PORT`; or computed from the job's id; or the port that rank 0 broadcasts with mpi4py."""
-        if any(map(self._has, ("MASTER_PORT", *self.job_variables))):
+        if self._knows("main_port") or any(map(self._has, self.job_variables)):
             return super().main_port
         if self.num_nodes == 1:
             return port_of_job([_launcher_pid()])
-        if self._has("MASTER_ADDR"):
+        if self._knows("main_address"):
             raise self._error("MASTER_ADDR is set, but MASTER_PORT is not")
         return self._broadcast_endpoint[1]
 
@@ -116,7 +115,6 @@ class LSFEnvironment(ClusterEnvironment):
         "local_world_size": "JSM_NAMESPACE_LOCAL_SIZE",
     }
     required = ("LSB_JOBID",)
-    optional = ("MASTER_ADDR", "MASTER_PORT")
     job_variables = ("LSB_JOBID", "LSB_JOBINDEX", "JSM_NAMESPACE_ID")
     node_file = "LSB_DJOB_RANKFILE"
 
@@ -155,7 +153,6 @@ class PALSEnvironment(ClusterEnvironment):
         "local_world_size": "PMI_LOCAL_SIZE",
         "node_rank": "PALS_NODEID",
     }
-    optional = ("MASTER_ADDR", "MASTER_PORT")
     job_variables = ("PBS_JOBID", "PALS_APID")
     node_file = "PBS_NODEFILE"
 

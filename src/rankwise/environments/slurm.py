@@ -67,7 +67,7 @@ class SlurmEnvironment(ClusterEnvironment):
         "num_nodes": "SLURM_STEP_NUM_NODES",
     }
     required = ("SLURM_JOB_ID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
-    optional = ("SLURM_GTIDS", "SLURM_JOB_NAME", "SLURMD_NODENAME", "MASTER_ADDR", "MASTER_PORT")
+    optional = ("SLURM_GTIDS", "SLURM_JOB_NAME", "SLURMD_NODENAME")
     job_variables = ("SLURM_JOB_ID", "SLURM_STEP_ID")
 
     def __init__(

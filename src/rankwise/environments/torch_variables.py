@@ -1,4 +1,4 @@
-"""Environments of torch's own variables: torchrun, one process per rank or per node, Kubeflow; or of none."""
+"""Environments of torch's own variables, torchrun's or set by hand for each rank; or of none."""
 
 from __future__ import annotations
 
@@ -126,112 +126,6 @@ def _is_on_one_node(environ: Mapping[str, str]) -> bool:
     return is_one_host and world_size not in ("", "1")
 
 
-class NodesEnvironment(ClusterEnvironment):
-    """One process for each node: `NODE_RANK`, `MASTER_ADDR` and `MASTER_PORT`, and no `RANK`.
-
-    The number of nodes is `NNODES` or the trainer's `num_nodes`, the number of processes on each node the
-    trainer's `devices`. The strategy starts the other processes of the node. Node 0 hosts the store, at
-    `MASTER_ADDR` and `MASTER_PORT`.
-
-    The ranks are the ranks of a job with one process on each node: the strategy has not started the others
-    yet.
-    """
-
-    name = "nodes"
-    variables: ClassVar[Mapping[str, str]] = {
-        "node_rank": "NODE_RANK",
-        "main_address": "MASTER_ADDR",
-        "main_port": "MASTER_PORT",
-    }
-    optional: ClassVar[tuple[str, ...]] = ("NNODES",)
-    constants: ClassVar[Mapping[str, int]] = {"local_rank": 0, "local_world_size": 1}
-    creates_processes_externally = False
-
-    @classmethod
-    def rejection(cls, environ: Mapping[str, str]) -> str | None:
-        """Return why this process does not stand for a node."""
-        if is_set("RANK", environ):
-            return "RANK is set: whoever set it has started a process for each rank"
-        return super().rejection(environ)
-
-    @property
-    def has_num_nodes(self) -> bool:
-        """Whether a variable contains the number of nodes."""
-        return self._has("NNODES")
-
-    @property
-    def num_nodes(self) -> int:
-        """`NNODES`; if it is not set, the smallest number that includes this node."""
-        return self._number("NNODES") if self.has_num_nodes else self.node_rank + 1
-
-    @property
-    def global_rank(self) -> int:
-        """The node's rank, with one process on each node."""
-        return self.node_rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of nodes, with one process on each node."""
-        return self.num_nodes
-
-
-@final
-class KubeflowEnvironment(NodesEnvironment):
-    """A pod of a PyTorchJob: one process, from which the strategy starts the other processes of the pod.
-
-    `RANK` is the pod's, for any `nprocPerNode`; `WORLD_SIZE` is the number of pods times `nprocPerNode`. The
-    variables `PET_*` are torchrun's; if the operator sets them, they must agree. With `nprocPerNode: auto`
-    (the operator's default) `devices` gives the number of processes.
-
-    Source: https://www.kubeflow.org/docs/components/trainer/legacy-v1/user-guides/pytorch/
-    """
-
-    name = "kubeflow"
-    variables: ClassVar[Mapping[str, str]] = {
-        "node_rank": "RANK",
-        "world_size": "WORLD_SIZE",
-        "main_address": "MASTER_ADDR",
-        "main_port": "MASTER_PORT",
-    }
-    required = ("KUBERNETES_SERVICE_HOST",)
-    optional = ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE", "HOSTNAME")
-    has_num_nodes = True  # it follows from `WORLD_SIZE` and `nprocPerNode`
-
-    @classmethod
-    def rejection(cls, environ: Mapping[str, str]) -> str | None:
-        """Return why this is not the first process of a pod of a PyTorchJob."""
-        if is_set("LOCAL_RANK", environ):
-            return "LOCAL_RANK is set: a launcher in the pod has started this process"
-        return super(NodesEnvironment, cls).rejection(environ)
-
-    @property
-    def processes_per_node(self) -> int | None:
-        """`PET_NPROC_PER_NODE` if it is a number; None for "auto", "gpu" and "cpu"."""
-        variable = "PET_NPROC_PER_NODE"
-        is_open = not self._has(variable) or self._text(variable) in ("auto", "gpu", "cpu")
-        return None if is_open else self._number(variable, lowest=1)
-
-    @property
-    def node_rank(self) -> int:
-        """The pod's `RANK`."""
-        rank = self._number("RANK")
-        if self._has("PET_NODE_RANK") and self._number("PET_NODE_RANK") != rank:
-            raise self._error("RANK and PET_NODE_RANK are not the same")
-        return rank
-
-    @property
-    def num_nodes(self) -> int:
-        """The number of pods."""
-        world_size = self._number("WORLD_SIZE", lowest=1)
-        per_node = self.processes_per_node or 1
-        if not self._has("PET_NNODES") and world_size % per_node == 0:
-            return world_size // per_node
-        nodes = self._number("PET_NNODES", lowest=1)
-        if world_size not in (nodes, nodes * per_node):
-            raise self._error("WORLD_SIZE is not PET_NNODES times PET_NPROC_PER_NODE")
-        return nodes
-
-
 @final
 class LocalEnvironment(ClusterEnvironment):
     """A terminal, a notebook or a test: one process, from which the strategy starts the others."""
@@ -243,6 +137,7 @@ class LocalEnvironment(ClusterEnvironment):
         "local_rank": 0,
         "local_world_size": 1,
     }
+    optional_variables: ClassVar[Mapping[str, str]] = {"main_port": "MASTER_PORT"}
     creates_processes_externally = False
     main_address = LOOPBACK
 
@@ -253,7 +148,7 @@ class LocalEnvironment(ClusterEnvironment):
         Raises:
             ConfigurationError: when it is not set.
         """
-        if self._has("MASTER_PORT"):
+        if self._knows("main_port"):
             return super().main_port
         raise ConfigurationError(
             message="A local job has no main_port that could be known beforehand.",

@@ -328,11 +328,13 @@ def _number_of_nodes(environment: NodesEnvironment, local_world_size: int, given
     if nodes is None and environment.node_rank == 0:
         return 1  # NODE_RANK=0 alone does not ask for several nodes
     if nodes is None or environment.node_rank >= nodes:
+        variable = environment.full_table(os.environ).get("num_nodes")
         raise ConfigurationError(
             message=f"This is node {environment.node_rank}, but "
             + ("the number of nodes is unknown." if nodes is None else f"there are only {nodes}, from 0 up."),
             facts=", ".join(f"{name}={value}" for name, value in environment.seen().items()),
-            remedy="Trainer(num_nodes=...), or NNODES, with the number of nodes; NODE_RANK counts from 0.",
+            remedy=f"Trainer(num_nodes=...){f', or {variable}' if variable else ''}, with the number of "
+            "nodes, which are counted from 0.",
         )
     return nodes
 

@@ -12,10 +12,12 @@ from rankwise.environments import (
     LSFEnvironment,
     MPIEnvironment,
     PALSEnvironment,
+    SkyPilotEnvironment,
     SlurmEnvironment,
 )
+from rankwise.environments.network import port_of_job
 from rankwise.errors import ConfigurationError, EnvironmentVariableError, MissingExtraError
-from tests.unit.environments.variables import hydra, jsrun, open_mpi, pals, pod, step, without
+from tests.unit.environments.variables import hydra, jsrun, open_mpi, pals, pod, skypilot, step, without
 
 FILES = pytest.mark.parametrize(
     ("cls", "variables", "file_variable"),
@@ -152,3 +154,14 @@ def test_mpi_with_half_an_address() -> None:
     with pytest.raises(EnvironmentVariableError, match="MASTER_ADDR is set, but MASTER_PORT is not"):
         MPIEnvironment(variables).main_port  # noqa: B018  the property raises
     assert MPIEnvironment({**variables, "MASTER_PORT": "29500"}).main_port == 29500
+
+
+def test_skypilot() -> None:
+    """The first node's address, and a port from the task's id; `MASTER_*` overrides both."""
+    environment = SkyPilotEnvironment(skypilot())
+    assert (environment.main_address, environment.other_node) == ("10.0.0.1", "10.0.0.2")
+    assert environment.main_port == port_of_job([skypilot()["SKYPILOT_TASK_ID"]])
+    given = SkyPilotEnvironment({**skypilot(), "MASTER_ADDR": "head", "MASTER_PORT": "5000"})
+    assert (given.main_address, given.main_port) == ("head", 5000)
+    with pytest.raises(EnvironmentVariableError, match="MASTER_PORT is not set"):
+        SkyPilotEnvironment(without(skypilot(), "SKYPILOT_TASK_ID")).main_port  # noqa: B018  it raises

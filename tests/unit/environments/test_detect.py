@@ -5,7 +5,7 @@ import re
 import pytest
 
 from rankwise.environments import Detection, detect_environment
-from rankwise.environments.detect import environment_names
+from rankwise.environments.detect import ENVIRONMENT_VARIABLE, environment_names
 from rankwise.errors import EnvironmentVariableError
 from rankwise.ranks import RankInfo
 from tests.unit.environments.variables import (
@@ -22,8 +22,13 @@ from tests.unit.environments.variables import (
     pals,
     plain,
     pod,
+    ray_train,
+    sagemaker,
+    skypilot,
     step,
+    submitit_local,
     torchrun,
+    train_job,
     without,
 )
 
@@ -54,12 +59,19 @@ FOUND: list[tuple[str, Variables, str]] = [
     ("plain, LOCAL_WORLD_SIZE", {**plain(3, 4), "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "plain"),
     ("plain on loopback without LOCAL_RANK", without(local_plain(), "LOCAL_RANK"), "plain"),
     ("plain on one node without LOCAL_RANK", without(one_node(), "LOCAL_RANK"), "plain"),
+    ("a TrainJob's pod", train_job(), "trainjob"),
+    ("a node of SkyPilot", skypilot(), "skypilot"),
     ("by hand", by_hand(), "nodes"),
     ("by hand, number of nodes elsewhere", without(by_hand(), "NNODES"), "nodes"),
     # ---- one within another
     ("torchrun in a batch script", {**batch(), **torchrun()}, "torchelastic"),
     ("torchrun in a step of srun", {**step(0, "1", place=(0, 0)), **torchrun()}, "torchelastic"),
     ("torchrun in a pod", {**pod(), **torchrun()}, "torchelastic"),
+    ("torchrun in a TrainJob's pod", {**train_job(), **torchrun()}, "torchelastic"),
+    ("torchrun on a node of SkyPilot", {**skypilot(), **torchrun()}, "torchelastic"),
+    ("ranks by hand on a node of SkyPilot", {**skypilot(), **plain()}, "plain"),
+    ("LOCAL_RANK preset on a node of SkyPilot", {**skypilot(), "LOCAL_RANK": "0"}, "skypilot"),
+    ("LOCAL_RANK preset in a TrainJob's pod", {**train_job(), "LOCAL_RANK": "0"}, "trainjob"),
     ("torchrun under jsrun", {**jsrun(), **torchrun()}, "torchelastic"),
     ("mpirun in a batch script", {**batch(), **open_mpi()}, "mpi"),
     ("mpirun in an allocation", {**allocation(), **open_mpi()}, "mpi"),
@@ -79,16 +91,16 @@ FOUND: list[tuple[str, Variables, str]] = [
     # ---- partial: nobody's
     ("LOCAL_RANK preset", {"LOCAL_RANK": "0"}, "local"),
     ("NODE_RANK preset", {"NODE_RANK": "0"}, "local"),
-    ("WORLD_SIZE preset, meaning nodes", {"WORLD_SIZE": "2"}, "local"),
-    ("RANK and WORLD_SIZE", {"RANK": "0", "WORLD_SIZE": "2"}, "local"),
+    ("RANK preset", {"RANK": "0", "WORLD_SIZE": "1"}, "local"),
+    ("one host of SageMaker", sagemaker(0, 1), "local"),
+    ("one task of submitit", submitit_local(0, 1), "local"),
+    ("PMI of one process", {"PMI_RANK": "0", "PMI_SIZE": "1"}, "local"),
     ("MASTER_* preset", {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, "local"),
     ("env:// of one process", without({**local_plain(0, 1), "RANK": "0"}, "LOCAL_RANK"), "local"),
     ("LOCAL_RANK that is no number", {"LOCAL_RANK": "auto"}, "local"),
     ("a rank of srun's that exports its local rank", {**step(), "LOCAL_RANK": "1"}, "slurm"),
     ("all but RUN_ID of torchrun", without(torchrun(), "TORCHELASTIC_RUN_ID"), "plain"),
     ("a pod that is no PyTorchJob", {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}, "local"),
-    ("by hand without an address", without(by_hand(), "MASTER_ADDR"), "local"),
-    ("PMI_RANK and PMI_SIZE alone", {"PMI_RANK": "0", "PMI_SIZE": "2"}, "local"),
     ("OMPI_UNIVERSE_SIZE alone", {"OMPI_UNIVERSE_SIZE": "2"}, "local"),
     ("LSF's own script", bsub(), "local"),
     ("PBS without PALS", {"PBS_JOBID": "391.pbs", "PBS_NODEFILE": "/nowhere"}, "local"),
@@ -98,6 +110,11 @@ FOUND: list[tuple[str, Variables, str]] = [
     ("Jupyter on a Slurm node", batch(1, "ood-jupyter"), "local"),
     ("an array's batch step", {**batch(), "SLURM_ARRAY_TASK_ID": "3"}, "local"),
     ("an interactive step", {**step(0, "1", place=(0, 0)), "SLURM_STEP_ID": "4294967290"}, "local"),
+    (
+        "an interactive step of two nodes",
+        {**step(0, "2", place=(0, 0)), "SLURM_STEP_ID": "4294967290"},
+        "local",
+    ),
     ("a blank step id", {**batch(), "SLURM_STEP_ID": ""}, "local"),
 ]
 
@@ -112,6 +129,33 @@ REFUSED: list[tuple[str, Variables, str]] = [
     ("hydra without PMI", without(hydra(), "PMI_SIZE", "PMI_RANK"), "PMI_RANK, PMI_SIZE is not set"),
     ("jsrun without a local rank", without(jsrun(), "JSM_NAMESPACE_LOCAL_RANK"), "LOCAL_RANK is not set"),
     ("PALS without a node", without(pals(), "PALS_NODEID"), "PALS_NODEID is not set"),
+    # ---- one of several, by a set that is nobody's
+    (
+        "RANK and WORLD_SIZE",
+        {"RANK": "0", "WORLD_SIZE": "2"},
+        "plain.*LOCAL_RANK, MASTER_ADDR, MASTER_PORT is",
+    ),
+    ("a later rank alone", {"RANK": "3"}, "RANK is not set|WORLD_SIZE, LOCAL_RANK"),
+    ("a later node alone", {"NODE_RANK": "1"}, "nodes.*MASTER_ADDR, MASTER_PORT is not set"),
+    ("by hand without an address", without(by_hand(0), "MASTER_ADDR"), "nodes.*MASTER_ADDR is not set"),
+    (
+        "PMI_RANK and PMI_SIZE alone",
+        {"PMI_RANK": "0", "PMI_SIZE": "2"},
+        "MPI_LOCALRANKID, MPI_LOCALNRANKS is",
+    ),
+    (
+        "pod without an address",
+        without(train_job(0), "PET_MASTER_ADDR"),
+        "trainjob.*PET_MASTER_ADDR is not set",
+    ),
+    (
+        "SkyPilot without a number",
+        without(skypilot(0), "SKYPILOT_NUM_NODES"),
+        "SKYPILOT_NUM_NODES is not set",
+    ),
+    ("SkyPilot without addresses", without(skypilot(0), "SKYPILOT_NODE_IPS"), "SKYPILOT_NODE_IPS is not set"),
+    ("LOCAL_RANK on a node of SkyPilot", {**skypilot(0), "LOCAL_RANK": "1"}, "RANK, WORLD_SIZE"),
+    ("two hosts of SageMaker", sagemaker(0), "SM_HOSTS means several"),
     # ---- contradictions
     ("torchrun, rank too high", {**torchrun(), "RANK": "2"}, "global_rank=2"),
     ("step, rank too high", {**step(), "SLURM_PROCID": "2"}, "global_rank=2"),
@@ -186,6 +230,9 @@ REFUSED: list[tuple[str, Variables, str]] = [
     ("pod, no pods", {**pod(), "WORLD_SIZE": "0"}, "WORLD_SIZE is not a number from"),
     ("pod, strange count", {**pod(), "PET_NPROC_PER_NODE": "many"}, "PET_NPROC_PER_NODE is not a number"),
     ("pod, no processes", {**pod(), "PET_NPROC_PER_NODE": "0"}, "PET_NPROC_PER_NODE is not a number from"),
+    ("TrainJob, rank too high", train_job(2), "node_rank=2|global_rank=2"),
+    ("TrainJob, elastic nodes", {**train_job(), "PET_NNODES": "1:4"}, "PET_NNODES is not a number"),
+    ("SkyPilot, rank too high", skypilot(0) | {"SKYPILOT_NODE_RANK": "2"}, "node_rank=2|global_rank=2"),
     ("pod, elastic nodes", {**pod(), "PET_NNODES": "1:4"}, "PET_NNODES is not a number"),
     ("mpirun, negative", {**open_mpi(), "OMPI_COMM_WORLD_LOCAL_RANK": "-1"}, "LOCAL_RANK is not a number"),
     ("mpirun, empty", {**open_mpi(), "OMPI_COMM_WORLD_LOCAL_SIZE": ""}, "LOCAL_SIZE is not set"),
@@ -196,6 +243,66 @@ REFUSED: list[tuple[str, Variables, str]] = [
     ("by hand, no number", {**by_hand(), "NODE_RANK": "first"}, "NODE_RANK is not a number"),
     ("by hand, no nodes", {**by_hand(), "NNODES": "0"}, "node_rank=1|global_rank=1"),
 ]
+
+
+PRESET = [
+    {"WORLD_SIZE": "2"},
+    {"NNODES": "2"},
+    {"PET_NNODES": "1:4"},
+    {"SLURM_STEP_NUM_NODES": "2"},
+    {"GROUP_WORLD_SIZE": "2"},
+]
+
+# Each launcher: the variables of the second process of two (or of the only one), what is found, and where.
+SECOND, SECOND_NODE = RankInfo(1, 1, 0, 2, 2, 1), RankInfo(1, 0, 1, 2, 1, 2)
+LAUNCHERS: dict[str, tuple[Variables, str, RankInfo]] = {
+    "PyTorchJob (Kubeflow v1)": (pod(), "kubeflow", SECOND_NODE),
+    "TrainJob (Kubeflow v2)": (train_job(), "trainjob", SECOND_NODE),
+    "SkyPilot": (skypilot(), "skypilot", SECOND_NODE),
+    "SageMaker with torchrun": ({**sagemaker(), **torchrun()}, "torchelastic", SECOND),
+    "SageMaker with MPI": ({**sagemaker(), **open_mpi(1, 2, 0, 1)}, "mpi", SECOND_NODE),
+    "Ray Train": (ray_train(), "plain", SECOND),
+    "Ray Train, two nodes": (ray_train(1, 2, 1), "plain", SECOND_NODE),
+    "submitit on Slurm": ({**step(), "SUBMITIT_EXECUTOR": "slurm"}, "slurm", SECOND),
+    "Slurm with srun": (step(1, "1(x2)", "n[1-2]", place=(1, 0)), "slurm", SECOND_NODE),
+    "Slurm without srun": (batch(), "local", RankInfo(0, 0, 0, 1, 1, 1)),
+    "Open MPI": (open_mpi(1, 2, 0, 1), "mpi", SECOND_NODE),
+    "MPICH": (hydra(1, 2, 1), "mpi", SECOND_NODE),
+    "LSF": (jsrun(1, 2, 1), "lsf", SECOND_NODE),
+    "PALS": (pals(1, 2, 1), "pals", SECOND_NODE),
+    "torchrun": (torchrun(), "torchelastic", SECOND),
+}
+# The processes of launchers that have no environment, the first one too.
+WITHOUT_ENVIRONMENT = {
+    "SageMaker": (sagemaker(0), sagemaker(1)),
+    "submitit on this machine": (submitit_local(0), submitit_local(1)),
+}
+
+
+@pytest.mark.parametrize(("variables", "name", "ranks"), LAUNCHERS.values(), ids=list(LAUNCHERS))
+def test_launchers(variables: Variables, name: str, ranks: RankInfo) -> None:
+    """The process of each launcher has the right ranks."""
+    found = detect_environment(variables).environment
+    assert (found.name, found.ranks) == (name, ranks)
+
+
+@pytest.mark.parametrize("processes", WITHOUT_ENVIRONMENT.values(), ids=list(WITHOUT_ENVIRONMENT))
+def test_launchers_without_an_environment(processes: tuple[Variables, ...]) -> None:
+    """Each of several processes is refused, with what to set; none trains alone."""
+    for variables in processes:
+        with pytest.raises(EnvironmentVariableError, match="rankwise has no environment for") as caught:
+            detect_environment(variables)
+        assert "torchrun" in caught.value.fix()
+        assert detect_environment({**variables, ENVIRONMENT_VARIABLE: "local"}).environment.name == "local"
+
+
+@pytest.mark.parametrize("variables", PRESET, ids=str)
+def test_a_number_without_a_rank(variables: Variables) -> None:
+    """A number of processes or nodes that belongs to no complete set is a warning that names it."""
+    [(name, value)] = variables.items()
+    with pytest.warns(UserWarning, match=f"^{name}={value} is set, .* this process trains alone"):
+        assert detect_environment(variables).environment.name == "local"
+    assert detect_environment({**variables, ENVIRONMENT_VARIABLE: "local"}).environment.name == "local"
 
 
 def test_the_right_environment() -> None:

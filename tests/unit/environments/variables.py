@@ -1,5 +1,7 @@
 """Variables as launchers set them, for tests to use and to change."""
 
+import json
+
 Variables = dict[str, str]
 
 
@@ -166,6 +168,68 @@ def pod(rank: int = 1, pods: int = 2, per_pod: str = "auto") -> Variables:
         "PET_NPROC_PER_NODE": per_pod,
         "PET_NNODES": str(pods),
         "PET_NODE_RANK": str(rank),
+    }
+
+
+def train_job(rank: int = 1, pods: int = 2, per_pod: str = "auto") -> Variables:
+    """A pod of a TrainJob of Kubeflow Trainer v2, whose command does not start torchrun."""
+    return {
+        "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+        "PET_NNODES": str(pods),
+        "PET_NPROC_PER_NODE": per_pod,
+        "PET_NODE_RANK": str(rank),
+        "PET_MASTER_ADDR": "job-node-0-0.job",
+        "PET_MASTER_PORT": "29400",
+        "JOB_COMPLETION_INDEX": str(rank),
+    }
+
+
+def skypilot(rank: int = 1, nodes: int = 2) -> Variables:
+    """A node of a SkyPilot task."""
+    return {
+        "SKYPILOT_NODE_RANK": str(rank),
+        "SKYPILOT_NODE_IPS": "\n".join(f"10.0.0.{node + 1}" for node in range(nodes)),
+        "SKYPILOT_NUM_NODES": str(nodes),
+        "SKYPILOT_NUM_GPUS_PER_NODE": "0",
+        "SKYPILOT_TASK_ID": "sky-2026-01-05-10-11-12-345678_train_1",
+    }
+
+
+def sagemaker(rank: int = 1, hosts: int = 2) -> Variables:
+    """A host of a training job of SageMaker, whose script no launcher starts."""
+    names = [f"algo-{host + 1}" for host in range(hosts)]
+    return {
+        "SM_HOSTS": json.dumps(names),
+        "SM_CURRENT_HOST": names[rank],
+        "SM_NUM_GPUS": "0",
+        "TRAINING_JOB_NAME": "train",
+    }
+
+
+def ray_train(rank: int = 1, size: int = 2, local_size: int | None = None) -> Variables:
+    """A worker of Ray Train's TorchTrainer."""
+    on_node = size if local_size is None else local_size
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank % on_node),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(on_node),
+        "NODE_RANK": str(rank // on_node),
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "40001",
+    }
+
+
+def submitit_local(rank: int = 1, size: int = 2) -> Variables:
+    """A task of submitit's executor for this machine."""
+    return {
+        "SUBMITIT_EXECUTOR": "local",
+        "SUBMITIT_LOCAL_JOB_ID": "4711",
+        "SUBMITIT_LOCAL_NTASKS": str(size),
+        "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+        "SUBMITIT_LOCAL_NODEID": "0",
+        "SUBMITIT_LOCAL_GLOBALID": str(rank),
+        "SUBMITIT_LOCAL_LOCALID": str(rank),
     }
 
 
