@@ -52,9 +52,6 @@ TABLES = {
     "rankwise.lightning": "_HOMES",
     "rankwise.launchers.multiprocess": "PRELOAD",
     "rankwise.process_group.interception": "_INNER_MODULES",
-    # groups of entry points, which are called like the package that reads them
-    "rankwise.environments.detect": "_ENTRY_POINTS",
-    "rankwise.registry": "_ENTRY_POINTS",
 }
 
 

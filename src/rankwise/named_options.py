@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from importlib.metadata import EntryPoint
 from typing import Any, Generic, TypeVar
 
 from rankwise.checks import check_is_a
-from rankwise.errors import DuplicateNameError, InvalidTypeError
+from rankwise.entry_points import installed, load, package_of
+from rankwise.errors import DuplicateNameError, InvalidTypeError, RankwiseError, UnknownNameError
 
 __all__ = ["NameTable", "split_options"]
 
@@ -15,14 +18,26 @@ Entry = TypeVar("Entry", bound=Any)
 
 
 class NameTable(ABC, Generic[Entry]):
-    """Maps names, in any case, to entries."""
+    """Maps names, in any case, to entries: registered ones, and those of installed packages.
+
+    The entry points of installed packages are loaded when a name is not registered, or names are listed.
+
+    Attributes:
+        kind: what a name stands for.
+        title: the name of this table.
+        argument: the argument that takes a name.
+        group: the group of entry points, without `rankwise.` before it.
+    """
 
     kind: str
     title: str
     argument: str
+    group: str
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
+        self._tried: set[EntryPoint] = set()
+        self._broken: dict[str, RankwiseError] = {}
 
     def _check_name(self, name: Any, override: bool) -> str:
         """Return a name to register, in lower case; refuse one that is not a name or is taken."""
@@ -38,16 +53,60 @@ class NameTable(ABC, Generic[Entry]):
 
         Raises:
             InvalidTypeError: when the name is not a string.
-            UnknownNameError: when it is not registered.
+            UnknownNameError: when it is neither registered nor of an installed package.
+            ConfigurationError: when it is of an installed package, and cannot be loaded.
         """
         check_is_a(self.argument, name, str, "a name")
-        return self._entries[name.lower()] if name in self else self._find_unregistered(name)
+        key = name.lower()
+        if not self._has(key):
+            raise self._broken.get(key) or self._unknown(name)
+        return self._entries[key]
 
     __getitem__ = entry
 
     @abstractmethod
-    def _find_unregistered(self, name: str) -> Entry:
-        """Return the entry of a name that is not in the table; raise an `UnknownNameError` without one."""
+    def _entries_of(self, point: EntryPoint, loaded: Any) -> Mapping[str, Entry]:
+        """Return the entries, by name, of an object that an installed package has an entry point for."""
+
+    @abstractmethod
+    def _unknown(self, name: str) -> UnknownNameError:
+        """Return the error about a name without an entry."""
+
+    def _has(self, key: str) -> bool:
+        """Return whether there is an entry, after loading the entry points that may have it."""
+        if key not in self._entries:
+            self._load_installed(key)
+        return key in self._entries
+
+    def _load_installed(self, wanted: str | None = None) -> None:
+        """Add the entries of installed packages, those of this name first and, if it exists, alone."""
+        points = [point for point in installed(self.group) if point not in self._tried]
+        for point in sorted(points, key=lambda point: point.name.lower() != wanted):
+            if wanted not in {*self._entries, *self._broken}:
+                self._load(point, wanted)
+
+    def _load(self, point: EntryPoint, wanted: str | None) -> None:
+        """Add the entries of one entry point; if that fails, warn unless the caller `wanted` it by name."""
+        self._tried.add(point)
+        before = set(self._entries)  # importing the package may register the same names
+        try:
+            entries = load(point, lambda loaded: self._entries_of(point, loaded))
+        except RankwiseError as error:
+            self._broken[point.name.lower()] = error
+            if point.name.lower() != wanted:
+                warnings.warn(error.summary(), stacklevel=2)
+            return
+        for name, entry in entries.items():
+            if self._entries.get(name.lower()) == entry:
+                continue
+            if name.lower() in before:
+                warnings.warn(
+                    f"The entry point {point.name!r} of package {package_of(point)} is not used for the name "
+                    f"{name!r}, which is registered already.",
+                    stacklevel=2,
+                )
+            else:
+                self._entries[name.lower()] = entry
 
     def remove(self, name: str) -> None:
         """Remove a name. Raises as `entry` does."""
@@ -60,16 +119,18 @@ class NameTable(ABC, Generic[Entry]):
         return description
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name.lower() in self._entries
+        return isinstance(name, str) and self._has(name.lower())
 
     def __len__(self) -> int:
+        self._load_installed()
         return len(self._entries)
 
     def __iter__(self) -> Iterator[str]:
+        self._load_installed()
         return iter(sorted(self._entries))
 
     def __repr__(self) -> str:
-        return f"{self.title}({', '.join(self)})"
+        return f"{self.title}({', '.join(sorted(self._entries))})"
 
 
 _WORDS = {"true": True, "false": False, "none": None}

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from importlib.metadata import entry_points
+from dataclasses import dataclass, field, replace
+from importlib.metadata import EntryPoint
 from typing import Any, TypeVar, final, overload
 
 from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
 from rankwise.checks import check_is_a, checked_list
 from rankwise.compatibility.lightning_environments import LightningClusterEnvironment
 from rankwise.compatibility.names import MISSING_STRATEGIES
+from rankwise.entry_points import package_of
 from rankwise.environments import ClusterEnvironment
 from rankwise.errors import ConfigurationError, InvalidTypeError, UnknownStrategyError
 from rankwise.named_options import NameTable, split_options
@@ -29,7 +30,6 @@ from rankwise.strategies.config import agreed_value
 __all__ = ["RegisteredStrategy", "StrategyRegistry"]
 
 StrategyClass = TypeVar("StrategyClass", bound=type[Strategy])
-_ENTRY_POINTS = "rankwise.strategies"
 _DEFAULT_PARTS: Mapping[str, type] = {"precision": Precision, "checkpoint_io": TorchCheckpointIO}
 _PLUGINS: Mapping[str, Any] = {
     "cluster environment": (ClusterEnvironment, LightningClusterEnvironment, str),
@@ -57,6 +57,7 @@ class _Registry(NameTable[RegisteredStrategy]):
     kind = "Strategy"
     title = "StrategyRegistry"
     argument = "strategy"
+    group = "strategies"
 
     @overload
     def register(
@@ -115,7 +116,8 @@ class _Registry(NameTable[RegisteredStrategy]):
 
         Raises:
             InvalidTypeError: when the name is not a string, or an option has no value.
-            UnknownStrategyError: when it is neither registered nor an installed entry point.
+            UnknownStrategyError: when it is neither registered nor of an installed package.
+            ConfigurationError: when it is of an installed package, and cannot be loaded.
             UnknownArgumentError: when the strategy has no such option.
         """
         plain, options = split_options("strategy", name)
@@ -135,11 +137,35 @@ class _Registry(NameTable[RegisteredStrategy]):
         """Return all registered names, sorted."""
         return list(self)
 
-    def _find_unregistered(self, name: str) -> RegisteredStrategy:
-        for point in entry_points(group=_ENTRY_POINTS, name=name):
-            return RegisteredStrategy(_check_class(point.load()), f"from {point.value}")
+    def _entries_of(self, point: EntryPoint, loaded: Any) -> Mapping[str, RegisteredStrategy]:
+        entries = _aliases_of(point, loaded)
+        package = f"(package {package_of(point)})"
+        return {
+            name: replace(entry, description=f"{entry.description} {package}".lstrip())
+            for name, entry in entries.items()
+        }
+
+    def _unknown(self, name: str) -> UnknownStrategyError:
         other = MISSING_STRATEGIES.get(name.lower().partition("_stage")[0], "")
-        raise UnknownStrategyError(name=name, known=tuple(self), remedy=other)
+        return UnknownStrategyError(name=name, known=tuple(self), remedy=other)
+
+
+def _aliases_of(point: EntryPoint, loaded: Any) -> Mapping[str, RegisteredStrategy]:
+    """Return the strategies of an entry point: a class and its own names, or what a function returns."""
+    if isinstance(loaded, type) and issubclass(loaded, Strategy):
+        names = {point.name: ("", {}), **vars(loaded).get("registered_names", {})}
+        return {alias: RegisteredStrategy(loaded, *rest) for alias, rest in names.items()}
+    aliases = loaded() if callable(loaded) and not isinstance(loaded, type) else None
+    if isinstance(aliases, Mapping) and all(
+        isinstance(alias, str) and isinstance(entry, RegisteredStrategy) for alias, entry in aliases.items()
+    ):
+        return aliases
+    raise InvalidTypeError(
+        argument=point.value,
+        value=loaded,
+        expected="a subclass of Strategy, or a function without arguments that returns "
+        "{name: RegisteredStrategy(...)}",
+    )
 
 
 def _check_class(strategy: Any) -> type[Strategy]:

@@ -15,6 +15,7 @@ ORDER = (
     "checks",
     "ranks",
     "seed",
+    "entry_points",
     "named_options",
     "nested",
     "hyperparameters",

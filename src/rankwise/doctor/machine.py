@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import rankwise
 from rankwise.doctor.report import Finding, Section, table
+from rankwise.entry_points import KINDS, installed, package_of
 from rankwise.environments import Detection, detect_environment
 from rankwise.environments.network import (
     address_toward,
@@ -56,10 +57,20 @@ def versions() -> dict[str, str]:
 
 
 def examine_versions() -> Section:
-    """Report the installed versions."""
-    facts = {**versions(), "platform": platform.platform()}
+    """Report the installed versions, and the packages that add names to rankwise's tables."""
+    facts: dict[str, Any] = {**versions(), "platform": platform.platform(), "entry_points": _entry_points()}
     line = "rankwise {rankwise}, torch {torch}, Python {python}, CUDA {cuda}".format(**facts)
-    return Section("versions", "Versions", facts, [line, facts["platform"]])
+    added = [f"{package} adds {', '.join(names)}" for package, names in facts["entry_points"].items()]
+    return Section("versions", "Versions", facts, [line, facts["platform"], *added])
+
+
+def _entry_points() -> dict[str, list[str]]:
+    """Return the entry points of each installed package, such as "strategies: ddp_fast"; loads none."""
+    found: dict[str, list[str]] = {}
+    for kind in KINDS:
+        for point in installed(kind):
+            found.setdefault(package_of(point), []).append(f"{kind}: {point.name}")
+    return found
 
 
 def examine_environment(environ: Mapping[str, str]) -> tuple[Section, Detection | None]:

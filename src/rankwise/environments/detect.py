@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from importlib.metadata import entry_points
-from typing import NamedTuple, final
+from importlib.metadata import EntryPoint
+from typing import Any, NamedTuple, final
 
 from rankwise.environments.base import ClusterEnvironment
 from rankwise.environments.incomplete import check_is_alone
@@ -19,12 +19,13 @@ from rankwise.environments.nodes import (
 from rankwise.environments.slurm import SlurmEnvironment
 from rankwise.environments.torch_variables import LocalEnvironment, PlainEnvironment, TorchElasticEnvironment
 from rankwise.errors import EnvironmentVariableError, InvalidTypeError, UnknownNameError
+from rankwise.named_options import NameTable
 
 ENVIRONMENT_VARIABLE = "RANKWISE_ENVIRONMENT"
-_ENTRY_POINTS = "rankwise.environments"
 _REASON, _LAST_REASON = "all of its variables are set and agree", "no launcher's variables are complete"
 
-# In the order of detection: a launcher that others may have started comes before them.
+# In the order of detection: a launcher that others may have started comes before them. Environments of
+# installed packages come after the first one: they know their site, but torchrun is nearer to the process.
 _ORDER: tuple[type[ClusterEnvironment], ...] = (
     TorchElasticEnvironment,
     SlurmEnvironment,
@@ -38,6 +39,41 @@ _ORDER: tuple[type[ClusterEnvironment], ...] = (
     NodesEnvironment,
     LocalEnvironment,
 )
+
+
+@final
+class _Environments(NameTable[type[ClusterEnvironment]]):
+    """Maps names, in any case, to classes of environments."""
+
+    kind = "Environment"
+    title = "environments"
+    argument = "cluster_environment"
+    group = "environments"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._entries = {cls.name: cls for cls in _ORDER}
+
+    def in_order(self) -> tuple[type[ClusterEnvironment], ...]:
+        """Return the classes in the order of detection."""
+        others = (cls for cls in map(self.entry, self) if cls not in _ORDER)
+        return (_ORDER[0], *others, *_ORDER[1:])
+
+    def _entries_of(self, point: EntryPoint, loaded: Any) -> Mapping[str, type[ClusterEnvironment]]:
+        is_environment = isinstance(loaded, type) and issubclass(loaded, ClusterEnvironment)
+        if is_environment and loaded.name.lower() == point.name.lower():
+            return {point.name: loaded}
+        raise InvalidTypeError(
+            argument=point.value,
+            value=loaded,
+            expected=f"a subclass of ClusterEnvironment with the attribute name = {point.name!r}",
+        )
+
+    def _unknown(self, name: str) -> UnknownNameError:
+        return UnknownNameError(kind="environment", name=name, known=tuple(self))
+
+
+_ENVIRONMENTS = _Environments()
 
 
 @final
@@ -56,8 +92,7 @@ class Detection(NamedTuple):
 
 def environment_names() -> tuple[str, ...]:
     """Return the names of all environments, built-in and installed."""
-    installed = [point.name for point in entry_points(group=_ENTRY_POINTS)]
-    return (*(cls.name for cls in _ORDER), *installed)
+    return tuple(_ENVIRONMENTS)
 
 
 def find_environment(name: str) -> type[ClusterEnvironment]:
@@ -65,24 +100,16 @@ def find_environment(name: str) -> type[ClusterEnvironment]:
 
     Raises:
         UnknownNameError: for an unknown name.
-        InvalidTypeError: when an installed entry point is not a `ClusterEnvironment`.
+        ConfigurationError: when an installed package has the name, and it cannot be loaded.
     """
-    found: list[object] = [cls for cls in _ORDER if cls.name == name.lower()]
-    found = found or [point.load() for point in entry_points(group=_ENTRY_POINTS, name=name)]
-    if not found:
-        raise UnknownNameError(kind="environment", name=name, known=environment_names())
-    if not (isinstance(found[0], type) and issubclass(found[0], ClusterEnvironment)):
-        raise InvalidTypeError(
-            argument=f"entry point {name!r}", value=found[0], expected="a subclass of ClusterEnvironment"
-        )
-    return found[0]
+    return _ENVIRONMENTS.entry(name)
 
 
 def create_environment(name: str, environ: Mapping[str, str] | None = None) -> ClusterEnvironment:
     """Return the environment of that name, validated.
 
     Raises:
-        UnknownNameError, InvalidTypeError: as `find_environment`.
+        UnknownNameError, ConfigurationError: as `find_environment`.
         EnvironmentVariableError: when its variables are incomplete or contradict each other.
     """
     environment = find_environment(name)(environ)
@@ -104,7 +131,7 @@ def detect_environment(environ: Mapping[str, str] | None = None) -> Detection:
         return Detection(create_environment(chosen, environ), f"{ENVIRONMENT_VARIABLE}={chosen}", {})
     found: type[ClusterEnvironment] = LocalEnvironment  # which accepts every process
     rejected: dict[str, str] = {}
-    candidates = _ORDER[:-1]
+    candidates = _ENVIRONMENTS.in_order()[:-1]
     for cls in candidates:
         try:
             reason = cls.rejection(environ)

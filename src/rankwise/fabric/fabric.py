@@ -29,7 +29,8 @@ from rankwise.fabric.launching import check_function, launching_itself, run_func
 from rankwise.fabric.module import FabricModule, check_set_up
 from rankwise.fabric.optimizer import FabricOptimizer, fabric_optimizer, plain_optimizer
 from rankwise.loggers import Logger
-from rankwise.loggers.base import checked_loggers, finalize_all
+from rankwise.loggers.base import finalize_all
+from rankwise.loggers.names import created_loggers
 from rankwise.loggers.values import numbers
 from rankwise.precision import configured_optimizers
 from rankwise.process_group.after_failure import collectives_refused_after_failure
@@ -67,7 +68,7 @@ class Fabric:
         precision: as for the Trainer; None uses the strategy's.
         plugins: a cluster environment (or its name), a precision, a checkpoint IO, a strategy; one of each.
         callbacks: one object or a list, with any methods, which `call` calls.
-        loggers: one, or a list.
+        loggers: one, its name, or a list of them.
 
     Attributes:
         strategy: the strategy, bound: the given one, or a copy of it, as the Trainer's.
@@ -103,10 +104,10 @@ class Fabric:
         precision: str | int | None = None,
         plugins: Any = None,
         callbacks: Any = None,
-        loggers: Logger | list[Logger] | None = None,
+        loggers: Logger | str | list[Logger | str] | None = None,
     ) -> None:
         self.callbacks: list[Any] = checked_list("callbacks", callbacks, object)
-        self.loggers = checked_loggers("loggers", loggers)
+        self.loggers: list[Logger] = created_loggers("loggers", loggers, ".")
         given = {"accelerator": accelerator, "devices": devices, "num_nodes": num_nodes}
         self.strategy: Strategy = bound_strategy(strategy, precision, plugins, **given)
         if self.strategy.gradient_weighting == "samples":

@@ -3,7 +3,7 @@
 from rankwise.gradient_sync.buckets import reduce_gradients
 from rankwise.gradient_sync.comm_hook import register_ddp_comm_hook
 from rankwise.gradient_sync.context import gradient_sync_context
-from rankwise.gradient_sync.hook_registry import CommHookRegistry, HookPlace
+from rankwise.gradient_sync.hook_registry import CommHookRegistry, HookPlace, NamedHook
 from rankwise.gradient_sync.options import GradientSyncMode
 from rankwise.gradient_sync.sync import GradientSync
 
@@ -12,6 +12,7 @@ __all__ = [
     "GradientSync",
     "GradientSyncMode",
     "HookPlace",
+    "NamedHook",
     "gradient_sync_context",
     "reduce_gradients",
     "register_ddp_comm_hook",

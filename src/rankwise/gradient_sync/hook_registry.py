@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rankwise.checks import check_keywords, check_value
+from rankwise.entry_points import package_of
 from rankwise.errors import ConfigurationError, InvalidTypeError, MissingExtraError, UnknownNameError
 from rankwise.named_options import NameTable
 from rankwise.seed import set_numpy_state
@@ -64,6 +66,7 @@ class _Registry(NameTable[NamedHook]):
     kind = "Hook"
     title = "CommHookRegistry"
     argument = "comm_hook"
+    group = "comm_hooks"
 
     def register(
         self,
@@ -95,8 +98,13 @@ class _Registry(NameTable[NamedHook]):
         key = self._check_name(name, override)
         self._entries[key] = NamedHook(check_comm_hook(hook), make_state, check, description, averages)
 
-    def _find_unregistered(self, name: str) -> NamedHook:
-        raise UnknownNameError(kind="comm_hook", name=name, known=tuple(self))
+    def _entries_of(self, point: EntryPoint, loaded: Any) -> Mapping[str, NamedHook]:
+        entry = loaded if isinstance(loaded, NamedHook) else NamedHook(check_comm_hook(loaded))
+        description = f"{entry.description} (package {package_of(point)})".lstrip()
+        return {point.name: entry._replace(description=description)}
+
+    def _unknown(self, name: str) -> UnknownNameError:
+        return UnknownNameError(kind="comm_hook", name=name, known=tuple(self))
 
     get = NameTable[NamedHook].entry
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from rankwise.loggers.base import Logger, rank_zero_experiment
     from rankwise.loggers.csv_files import CSVLogger
     from rankwise.loggers.mlflow import MLFlowLogger
+    from rankwise.loggers.names import LoggerRegistry
     from rankwise.loggers.tensorboard import TensorBoardLogger
     from rankwise.loggers.wandb import WandbLogger
 
@@ -17,11 +18,20 @@ _HOMES = {
     "rankwise.loggers.base": "Logger rank_zero_experiment",
     "rankwise.loggers.csv_files": "CSVLogger",
     "rankwise.loggers.mlflow": "MLFlowLogger",
+    "rankwise.loggers.names": "LoggerRegistry",
     "rankwise.loggers.tensorboard": "TensorBoardLogger",
     "rankwise.loggers.wandb": "WandbLogger",
 }
 
-__all__ = ["CSVLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger", "rank_zero_experiment"]
+__all__ = [
+    "CSVLogger",
+    "Logger",
+    "LoggerRegistry",
+    "MLFlowLogger",
+    "TensorBoardLogger",
+    "WandbLogger",
+    "rank_zero_experiment",
+]
 
 if not TYPE_CHECKING:
     __getattr__ = lazy_names(__name__, _HOMES)

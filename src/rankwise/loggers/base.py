@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from rankwise import ranks
-from rankwise.checks import check_overrides, checked_list
-from rankwise.compatibility.names import MISSING_HOOKS
 from rankwise.errors import text_of
 from rankwise.paths import absolute_path
 
@@ -160,19 +158,6 @@ def rank_zero_experiment(experiment: Callable[[Any], T]) -> Callable[[Any], T | 
         return experiment(self) if rank == 0 else NoExperiment()
 
     return on_rank_zero
-
-
-def checked_loggers(argument: str, given: Any) -> list[Logger]:
-    """Return the value of an argument, a logger or a list of them, as a list.
-
-    Raises:
-        InvalidTypeError: for something else.
-        ConfigurationError: for a method of a user's class that would never be called.
-    """
-    loggers: list[Logger] = checked_list(argument, given, Logger)
-    for each in loggers:
-        check_overrides(each, MISSING_HOOKS["logger"])
-    return loggers
 
 
 def finalize_all(loggers: Iterable[Logger], status: str) -> None:

@@ -26,7 +26,6 @@ from rankwise.checks import check_choice, check_is_a, check_value, checked_list
 from rankwise.compatibility.names import TRAINER_ARGUMENTS
 from rankwise.errors import ConfigurationError, InvalidArgumentError, UnknownArgumentError
 from rankwise.loggers import Logger
-from rankwise.loggers.base import checked_loggers
 from rankwise.paths import absolute_path
 from rankwise.strategies import DDPStrategy
 
@@ -305,7 +304,11 @@ def collect_loggers(logger: Any, default_root_dir: str) -> list[Logger]:
         from rankwise.loggers import CSVLogger
 
         return [CSVLogger(default_root_dir)]
-    return [] if logger is False else checked_loggers("logger", logger)
+    if logger is False:
+        return []
+    from rankwise.loggers.names import created_loggers
+
+    return created_loggers("logger", logger, default_root_dir)
 
 
 def with_known_keywords(init: Callable[P, None]) -> Callable[P, None]:

@@ -58,7 +58,7 @@ class Trainer(TrainerProperties):
             32-bit master weights `"16-master"`, `"bf16-master"`; None uses the strategy's.
         plugins: a cluster environment (or its name), a precision, a checkpoint IO, a strategy; one of each.
         callbacks: one, or a list.
-        logger: one, or a list; None and True for a `CSVLogger`, False for none.
+        logger: one, its name, or a list of them; None and True for a `CSVLogger`, False for none.
         max_epochs: after how many epochs to stop, -1 for never; 1000 if `max_steps` is not given either.
         min_epochs: how many epochs to train even if a callback wants to stop.
         max_steps: after how many optimizer steps to stop; -1 for never.
@@ -155,7 +155,7 @@ class Trainer(TrainerProperties):
         precision: str | int | None = None,
         plugins: Any = None,
         callbacks: Callback | list[Callback] | None = None,
-        logger: Logger | list[Logger] | bool | None = None,
+        logger: Logger | str | list[Logger | str] | bool | None = None,
         max_epochs: int | None = None,
         min_epochs: int | None = None,
         max_steps: int = -1,

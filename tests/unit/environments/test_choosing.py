@@ -1,37 +1,20 @@
 """An explicit choice overrides detection, also for installed environments."""
 
-import sys
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rankwise import ClusterEnvironment
-from rankwise.environments import SlurmEnvironment, create_environment, detect_environment
+from rankwise.environments import SlurmEnvironment, detect_environment
 from rankwise.environments.detect import ENVIRONMENT_VARIABLE, environment_names
-from rankwise.errors import EnvironmentVariableError, InvalidTypeError, UnknownNameError
+from rankwise.errors import EnvironmentVariableError
 from rankwise.ranks import RankInfo, rank_zero_only
 from rankwise.strategies import DDPStrategy, Strategy
+from tests.helpers.installed import BROKEN, WORKING, installed_here
 from tests.unit.environments.variables import step, torchrun
 from tests.unit.trainer.helpers import trainer
-
-INSTALLED = """
-from rankwise import ClusterEnvironment
-
-class OurCluster(ClusterEnvironment):
-    name = "ourcluster"
-    variables = {
-        "global_rank": "OUR_RANK", "world_size": "OUR_SIZE",
-        "local_rank": "OUR_RANK", "local_world_size": "OUR_SIZE", "main_port": "OUR_PORT",
-    }
-
-not_a_class = 3
-"""
-ENTRY_POINTS = """
-[rankwise.environments]
-ourcluster = our_cluster:OurCluster
-broken = our_cluster:not_a_class
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -41,19 +24,6 @@ def task_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**step(1, "1(x2)", "n[1-2]", place=(1, 0)), **torchrun()}.items():
         monkeypatch.setenv(name, value)
     assert detect_environment().environment.name == "torchelastic"
-
-
-@pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Install a package with an environment and with a class that is not one."""
-    (tmp_path / "our_cluster.py").write_text(INSTALLED)
-    metadata = tmp_path / "our_cluster-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: our_cluster\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield
-    sys.modules.pop("our_cluster", None)
 
 
 def constructed_with(environment: ClusterEnvironment | str) -> Strategy:
@@ -101,27 +71,28 @@ def test_choosing_an_absent_launcher() -> None:
         constructed_with("mpi")
 
 
-@pytest.mark.usefixtures("installed")
-def test_an_installed_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name of an entry point is listed, and chosen like any other, by name or by variable."""
-    for name, value in {"OUR_RANK": "1", "OUR_SIZE": "3", "OUR_PORT": "29500"}.items():
+def test_an_installed_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a package is chosen by name or by variable; it is detected, but torchrun is nearer."""
+    variables = {"PLUG_RANK": "1", "PLUG_SIZE": "3", "PLUG_HEAD": "127.0.0.1", "PLUG_PORT": "29500"}
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert {"ourcluster", "slurm"} <= set(environment_names())
-    assert constructed_with("ourcluster").ranks == RankInfo(1, 1, 0, 3, 3, 1)
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "ourcluster")
-    detection = detect_environment()
-    assert (detection.environment.name, detection.reason) == ("ourcluster", "RANKWISE_ENVIRONMENT=ourcluster")
+    with installed_here(tmp_path, WORKING):
+        assert {"plugenv", "slurm"} <= set(environment_names())
+        assert constructed_with("PlugEnv").ranks == RankInfo(1, 1, 0, 3, 3, 1)
+        assert detect_environment().rejected["plugenv"] == "torchelastic is nearer to this process"
+        assert detect_environment({**step(), **variables}).environment.name == "plugenv"
+        with pytest.raises(EnvironmentVariableError, match="plugenv cannot be right: PLUG_SIZE, "):
+            detect_environment({"PLUG_RANK": "1"})
+        monkeypatch.setenv(ENVIRONMENT_VARIABLE, "plugenv")
+        detection = detect_environment()
+    assert (detection.environment.name, detection.reason) == ("plugenv", "RANKWISE_ENVIRONMENT=plugenv")
 
 
-@pytest.mark.usefixtures("installed")
-def test_an_entry_point_that_is_no_environment() -> None:
-    """An entry point must be a subclass of ClusterEnvironment."""
-    with pytest.raises(InvalidTypeError, match="entry point 'broken'"):
-        create_environment("broken")
-
-
-@pytest.mark.usefixtures("installed")
-def test_an_unknown_name_suggests_an_installed_one() -> None:
-    """A misspelt name is compared with the installed ones too."""
-    with pytest.raises(UnknownNameError, match="Did you mean 'ourcluster'"):
-        create_environment("ourclustr")
+def test_a_broken_environment_of_a_package(tmp_path: Path) -> None:
+    """Detection warns of each that cannot be loaded, and goes on."""
+    with installed_here(tmp_path, BROKEN), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert detect_environment().environment.name == "torchelastic"
+    messages = "".join(str(each.message) for each in seen)
+    for name in ("gone", "other_name", "number"):
+        assert f"The entry point {name!r} of package plug 1.2 cannot be used" in messages

@@ -119,7 +119,7 @@ def test_a_subclass_with_run_launches_itself() -> None:
     [
         ({"strategy": "ddp_spwan"}, ConfigurationError, "ddp_spawn"),
         ({"precision": "17-mixed"}, ConfigurationError, "17-mixed"),
-        ({"loggers": "csv"}, InvalidTypeError, "loggers"),
+        ({"loggers": 3}, InvalidTypeError, "loggers"),
         ({"plugins": [3]}, InvalidTypeError, "plugins"),
         ({"strategy": SingleDeviceStrategy(gradient_weighting="samples")}, ConfigurationError, "samples"),
     ],

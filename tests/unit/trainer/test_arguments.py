@@ -88,7 +88,7 @@ def test_impossible_values(tmp_path: Path, options: dict[str, Any]) -> None:
         {"plugins": [3]},
         {"callbacks": [print]},
         {"callbacks": EarlyStopping},
-        {"logger": "csv"},
+        {"logger": 3},
         {"devices": 1.5},
         {"overfit_batches": True},
         {"num_sanity_val_steps": True},

@@ -1,0 +1,76 @@
+"""Names that an installed package adds, in real jobs: strategy, hook, logger and environment."""
+
+import os
+import sys
+from pathlib import Path
+
+from tests.helpers.installed import BROKEN, WORKING, install
+from tests.helpers.ports import free_port
+from tests.helpers.scripts import ScriptRunner
+from tests.process.helpers import with_tests
+
+FIT = """
+import sys
+import warnings
+from rankwise import StrategyRegistry, Trainer
+from tests.process.training_tasks import Regression, loader
+
+if __name__ == "__main__":
+    name, devices = sys.argv[1:]
+    strategy = StrategyRegistry.create(name, accelerator="cpu", comm_hook="HALVE")
+    trainer = Trainer(
+        strategy=strategy, devices=devices, logger="Plug_Log:suffix=!", max_epochs=1, log_every_n_steps=1,
+        enable_checkpointing=False, enable_progress_bar=False,
+    )
+    trainer.fit(Regression(), loader(8, 4))
+    sys.stdout.write(f"{trainer.strategy.environment.name} of {trainer.world_size}\\n")
+"""
+
+
+def path_with(folder: Path) -> dict[str, str | None]:
+    """Return the variables of a program that finds packages in a folder, too."""
+    return {"PYTHONPATH": os.pathsep.join([str(folder), with_tests()["PYTHONPATH"] or ""])}
+
+
+def test_names_in_a_job(run_script: ScriptRunner, tmp_path: Path) -> None:
+    """Two ranks train with a package's strategy, hook and logger; the second finds the names again."""
+    install(tmp_path, WORKING)
+    result = run_script(FIT, "DDP_plug_small", "2", env=path_with(tmp_path))
+    assert result.returncode == 0, result
+    assert "plug! " in result.stdout, result
+    assert "local of 2" in result.stdout, result
+
+
+def test_an_environment_is_detected(run_script: ScriptRunner, tmp_path: Path) -> None:
+    """Processes that a package's launcher has started are the ranks of one job."""
+    install(tmp_path, WORKING)
+    path, port = run_script.write(FIT), str(free_port())
+    running = []
+    for rank in range(2):
+        ranks = {"PLUG_RANK": str(rank), "PLUG_SIZE": "2", "PLUG_HEAD": "127.0.0.1", "PLUG_PORT": port}
+        running.append(run_script.start(path, "ddp", "auto", env={**path_with(tmp_path), **ranks}))
+    for program in running:
+        result = program.finish(timeout=80)
+        assert result.returncode == 0, result
+        assert "plugenv of 2" in result.stdout, result
+
+
+def test_broken_ones_do_not_stop_a_job(run_script: ScriptRunner, tmp_path: Path) -> None:
+    """Broken environments are warnings, each with its package; the job trains."""
+    install(tmp_path, WORKING + BROKEN)
+    result = run_script(FIT, "ddp_brief", "2", env=path_with(tmp_path))
+    assert result.returncode == 0, result
+    assert "local of 2" in result.stdout, result
+    assert "The entry point 'gone' of package plug 1.2 cannot be used: AttributeError" in result.stderr
+    assert "The entry point 'number' of package plug 1.2 cannot be used" in result.stderr
+
+
+def test_they_are_listed(run_script: ScriptRunner, tmp_path: Path) -> None:
+    """The table of strategies and the doctor's report name the package."""
+    install(tmp_path, WORKING)
+    command, path = [sys.executable, "-m", "rankwise"], path_with(tmp_path)
+    listed = run_script.command([*command, "strategies"], env=path)
+    assert "small buckets (package plug 1.2)" in listed.stdout, listed
+    report = run_script.command([*command, "doctor", "--no-collectives"], env=path)
+    assert "plug 1.2 adds strategies: DDP_Plug, strategies: more, environments: plugenv" in report.stdout
+    assert "not plugenv: none of its variables is set" in report.stdout

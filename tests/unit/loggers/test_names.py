@@ -1,0 +1,65 @@
+"""Loggers by name, with options: for a Trainer and a Fabric."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankwise.errors import DuplicateNameError, InvalidTypeError, UnknownArgumentError, UnknownNameError
+from rankwise.fabric import Fabric
+from rankwise.loggers import CSVLogger, Logger, LoggerRegistry
+from tests.unit.trainer.helpers import trainer
+
+
+class Silent(Logger):
+    """Writes nothing."""
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None: ...
+
+    def log_hyperparams(self, params: Any) -> None: ...
+
+
+def test_a_trainers_loggers(tmp_path: Path) -> None:
+    """A name, in any case, with options; its folder is the Trainer's, unless an option says another."""
+    made = trainer(tmp_path, logger=["CSV:name=digits,version=3", Silent(), "csv:save_dir=elsewhere"]).loggers
+    assert [type(each) for each in made] == [CSVLogger, Silent, CSVLogger]
+    assert made[0].log_dir == str(tmp_path / "digits" / "version_3")
+    assert made[2].save_dir == str(Path("elsewhere").absolute())
+
+
+def test_a_fabrics_loggers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name's folder is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    [made] = Fabric(accelerator="cpu", devices=1, loggers="csv").loggers
+    assert (type(made), made.save_dir) == (CSVLogger, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "text"),
+    [
+        ("cvs", UnknownNameError, "Unknown logger 'cvs'. Did you mean 'csv'?"),
+        ("csv:versoin=3", UnknownArgumentError, "Did you mean 'version'"),
+        ("csv:name", InvalidTypeError, "name:option=value"),
+    ],
+)
+def test_wrong_names(name: str, error: type[Exception], text: str, tmp_path: Path) -> None:
+    """A name that is unknown, or has wrong options, is refused."""
+    with pytest.raises(error) as caught:
+        trainer(tmp_path, logger=name)
+    assert text in str(caught.value)
+
+
+def test_registering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's logger can have a name; what it makes must be a logger."""
+    monkeypatch.setattr(LoggerRegistry, "_entries", dict(LoggerRegistry._entries))
+    LoggerRegistry.register("Silent", Silent, "writes nothing")
+    assert LoggerRegistry.describe("SILENT") == "writes nothing"
+    assert type(trainer(tmp_path, logger="silent").logger) is Silent
+    with pytest.raises(DuplicateNameError, match="Logger 'silent' is registered"):
+        LoggerRegistry.register("silent", Silent)
+    with pytest.raises(InvalidTypeError, match="a subclass of Logger"):
+        LoggerRegistry.register("text", "csv")  # type: ignore[arg-type]  # wrong on purpose
+    LoggerRegistry.register("number", lambda: 3)  # type: ignore[arg-type,return-value]  # wrong on purpose
+    with pytest.raises(InvalidTypeError, match="logger 'number'"):
+        trainer(tmp_path, logger="number")
