@@ -272,12 +272,15 @@ class InvalidArgumentError(ConfigurationError):
 class InvalidTypeError(RankwiseError, TypeError):
     """`argument` has a `value` of the wrong type; `expected` describes valid ones."""
 
-    SUMMARY = "{argument}={value!r} is of type {value.__class__.__name__}: expected {expected}."
-
     argument: str
     value: object
     expected: str
     remedy: str = ""
+
+    def summary(self) -> str:
+        first, rest, _ = repr(self.value).partition("\n")  # a module's or a tensor's may have many lines
+        kind = type(self.value).__name__
+        return f"{self.argument}={first}{rest and '...'} is of type {kind}: expected {self.expected}."
 
 
 class UnknownArgumentError(ConfigurationError, TypeError):
@@ -416,14 +419,15 @@ class UnshardableLoaderError(ConfigurationError):
 
 
 class LifecycleError(RankwiseError, RuntimeError):
-    """`call` needs `needed`, but the object is in `state`."""
+    """`call` needs `needed`, but the object is in `state`; `verb` is "read" for an attribute."""
 
-    SUMMARY = "{call} was called in state {state!r}, but it needs {needed}."
+    SUMMARY = "{call} was {verb} in state {state!r}, but it needs {needed}."
 
     call: str
     state: str
     needed: str
     remedy: str = ""
+    verb: str = "called"
 
 
 # ---------------------------------------------------------------------------------------- workers
@@ -720,11 +724,13 @@ OF_GROUP = " of parameter group "
 class RankMismatchError(RankwiseError, RuntimeError):
     """The ranks differ; `differences` maps each property to its values, and each value to global ranks.
 
-    `when` says where they were compared; it is empty before training.
+    `when` says where they were compared; it is empty before training. `averaging` says how the strategy must
+    make parameters equal, if it is not rankwise's.
     """
 
     differences: Mapping[str, Mapping[str, tuple[int, ...]]]
     when: str = ""
+    averaging: str = ""
 
     def summary(self) -> str:
         count = len(self.differences)
@@ -751,6 +757,8 @@ class RankMismatchError(RankwiseError, RuntimeError):
                 "change them by this rank's own batch, loss or random numbers, and for gradients that are "
                 "changed before they are averaged. check_ranks_every_n_steps=1 finds the first step."
             )
+        if self.averaging and self.when:
+            fix = self.averaging
         if "the seed" in self.differences:
             fix += " Use one seed, seed_everything(1): each rank draws from a stream of its own in a fit."
         if any(name.startswith("which samples ") for name in self.differences):

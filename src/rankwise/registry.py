@@ -37,6 +37,7 @@ _PLUGINS: Mapping[str, Any] = {
     "checkpoint IO": CheckpointIO,
     "strategy": Strategy,
 }
+_START_METHODS = {"ddp": "popen", "ddp_spawn": "spawn", "ddp_fork": "fork", "ddp_forkserver": "forkserver"}
 _DECORATED: Any = object()  # no class was given: `register` is used as a decorator
 
 
@@ -224,6 +225,14 @@ def _by_kind(given: Any) -> dict[str, Any]:
     return found
 
 
+def _remedy_for_two(given: object, plugin: object) -> str:
+    """Return what to write instead of an argument and a plug-in: a name may stand for a start method."""
+    start_method = _START_METHODS.get(str(given).lower())
+    if start_method is None or not isinstance(plugin, Strategy):
+        return "keep one of them."
+    return f"keep the plug-in, as {type(plugin).__name__}(start_method={start_method!r})."
+
+
 def _with_plugins(
     strategy: Any, precision: Any, plugins: dict[str, Any], *, sync_batchnorm: bool
 ) -> Strategy:
@@ -234,7 +243,7 @@ def _with_plugins(
             raise ConfigurationError(
                 message=f"{name}={value!r} and a {name} among the plug-ins contradict each other.",
                 facts=f"plugins holds {plugins[name]!r}.",
-                remedy="keep one of them.",
+                remedy=_remedy_for_two(value, plugins[name]),
             )
     if precision is not None:
         check_is_a("precision", precision, (str, int), 'a name such as "32-true"')

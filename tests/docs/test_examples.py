@@ -53,6 +53,8 @@ def variables(rank: int, port: int) -> Mapping[str, str]:
             "custom_wrapper.py", "CountingWrapper was called 40 times", marks=pytest.mark.soak
         ),  # the README's is run
         pytest.param("register_alias.py", "y = 3.00 x + 1.00", marks=pytest.mark.soak),
+        ("model_averaging.py", "y = 3.00 x + 1.00"),
+        pytest.param("gradient_hooks.py", "y = 3.00 x + 1.00", marks=pytest.mark.soak),  # forked elsewhere
         pytest.param("char_lm.py", "nats per character", marks=pytest.mark.soak),
         (
             "fsspec_checkpoints.py memory://line",

@@ -129,12 +129,12 @@ class ThreadedStrategy(DDPStrategy):
         super().__init__(accelerator="cpu", devices=world_size, start_method="fork", **arguments)
         self._ranks_of_thread = RankInfo(rank, rank, 0, world_size, world_size, 1)
 
-    def _place_locally(
+    def place_ranks(
         self, environment: ClusterEnvironment, local_world_size: int, num_nodes: int | None
     ) -> RankInfo:
         return self._ranks_of_thread
 
-    def _create_launcher(self, placement: Placement) -> Launcher:
+    def create_launcher(self, placement: Placement) -> Launcher:
         return InlineLauncher(placement.ranks)
 
     def setup_environment(self) -> None:

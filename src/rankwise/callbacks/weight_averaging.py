@@ -192,11 +192,11 @@ class WeightAveraging(Callback):
 
 def check_same_weights(strategy: Strategy, callback: str) -> None:
     """Refuse an average of the weights where each rank has its own."""
-    if strategy.gradients.period is not None:
+    if not strategy.has_equal_models:
         raise ConfigurationError(
-            message=f"{callback} cannot work with post-local SGD.",
+            message=f"{callback} cannot work with a strategy that averages models.",
             facts="between averages of the models, each rank has another one.",
-            remedy="another comm_hook, or leave the callback out.",
+            remedy="another strategy or comm_hook, or leave the callback out.",
         )
 
 

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
+from torch.nn.parallel import DistributedDataParallel
+
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync import GradientSyncMode
+from rankwise.gradient_sync.parameters import trained_parameters
 from rankwise.precision import Precision
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from rankwise.strategies import Strategy
 
@@ -22,13 +25,20 @@ class BackwardChecks:
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
+        self._has_late_average = False  # the end of a block averages gradients, no backward pass does
         self._num_contexts = 0  # blocks of `gradient_sync_context` that are open
         self._is_running = False
+
+    def add_module(self, wrapped: nn.Module) -> None:
+        """Note a module that was set up: without DDP, backward passes do not average its gradients."""
+        if self._strategy.world_size > 1 and not isinstance(wrapped, DistributedDataParallel):
+            self._has_late_average |= bool(trained_parameters(wrapped))
 
     @property
     def _needs_context(self) -> bool:
         gradients = self._strategy.gradients
-        return gradients.weighting is not None or gradients.mode is GradientSyncMode.FORCED_SYNC
+        is_asked_for = gradients.weighting is not None or gradients.mode is GradientSyncMode.FORCED_SYNC
+        return is_asked_for or self._has_late_average
 
     @contextmanager
     def in_sync_context(self) -> Iterator[None]:
@@ -56,7 +66,9 @@ class BackwardChecks:
         if self._needs_context and not self._num_contexts:
             raise ConfigurationError(
                 message="backward() was called outside of the block that averages gradients.",
-                facts=f"the strategy has sync_mode={strategy.gradients.mode.value!r}, "
+                facts="the strategy averages gradients at the end of the block."
+                if self._has_late_average
+                else f"the strategy has sync_mode={strategy.gradients.mode.value!r}, "
                 f"gradient_weighting={strategy.gradient_weighting!r}.",
                 remedy="with fabric.gradient_sync_context(module, optimizer): for forward and backward pass.",
             )

@@ -37,11 +37,11 @@ from rankwise.process_group.after_failure import collectives_refused_after_failu
 from rankwise.process_group.collectives import Reduction
 from rankwise.registry import bound_strategy
 from rankwise.seed import given_seed, seed_everything
-from rankwise.strategies import AutoStrategy, DDPStrategy, Strategy
+from rankwise.strategies import AutoStrategy, SingleDeviceStrategy, Strategy
 from rankwise.strategies.agreement import check_ranks_agree, fingerprint_of, share_model, share_states
+from rankwise.strategies.collectives import errors_shared
 from rankwise.strategies.module_wrapping import uncompiled
 from rankwise.strategies.open_job import begin_job
-from rankwise.strategies.shared_errors import errors_shared
 
 T = TypeVar("T")
 _BACKWARD = ("gradient", "retain_graph", "create_graph", "inputs")  # of Tensor.backward, in order
@@ -184,8 +184,8 @@ class Fabric:
 
     def _must_be_launched(self) -> bool:
         strategy = self.strategy
-        is_ddp = isinstance(strategy, DDPStrategy) and not isinstance(strategy, AutoStrategy)
-        needs_others = strategy.world_size > 1 or is_ddp
+        is_alone = isinstance(strategy, (AutoStrategy, SingleDeviceStrategy))
+        needs_others = strategy.world_size > 1 or not is_alone
         return needs_others and not strategy.is_in_job and not dist.is_initialized()
 
     def _check_launched(self, call: str) -> None:
@@ -290,6 +290,7 @@ class Fabric:
         wrapped = self.strategy.setup_module(module)
         if wrapped is module:
             share_model(self.strategy, original)  # a wrapper does that itself
+        self._checks.add_module(wrapped)
         self._modules.append(original)
         return FabricModule(wrapped, self.strategy, self._checks.guarded)
 
@@ -491,7 +492,7 @@ class Fabric:
         check_is_a("state", state, dict)
         if filter is not None:
             check_filters(filter, state)
-        self.strategy.end_training()  # where the ranks' models differ, between averages
+        self.strategy.sync_models()  # where the ranks' models differ, between averages
         checkpoint = checkpoint_of(self.strategy, state, filter or {})
         self.strategy.save_checkpoint(checkpoint, path)
 

@@ -23,7 +23,7 @@ def run_function(
     try:
         share_states(strategy, fabric.loggers)
         value = function(fabric, *args, **kwargs)
-        strategy.end_training()
+        strategy.sync_models()
         status = "success"
         return value
     except BaseException as error:

@@ -52,7 +52,7 @@ def gradient_sync_context(
 
 @functools.cache
 def _sync_in(mode: GradientSyncMode) -> GradientSync:
-    return GradientSync(sync_mode=mode)
+    return GradientSync(sync_mode=mode, needs_ddp=True)
 
 
 def _no_sync(module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:

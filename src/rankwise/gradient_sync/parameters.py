@@ -59,7 +59,7 @@ def trained_parameters(
 
 
 def check_parameters(module: nn.Module) -> None:
-    """Raise for a wrapper, and for parameters that are sharded or have no values yet: DDP averages none."""
+    """Raise for a wrapper, and for parameters that cannot be averaged: sharded, or without values yet."""
     if isinstance(module, DistributedDataParallel):
         raise ConfigurationError(
             message=f"setup_module() got a {type(module).__name__} that it did not return in this job.",
@@ -68,7 +68,7 @@ def check_parameters(module: nn.Module) -> None:
         )
     if names := [name for name, parameter in _averaged(module).items() if is_lazy(parameter)]:
         raise ConfigurationError(
-            message=f"{type(module).__name__} has lazy parameters without a shape, which DDP cannot average.",
+            message=f"{type(module).__name__} has lazy parameters without a shape, which cannot be averaged.",
             facts=_listed(names),
             remedy="run a dummy batch through the module before it is wrapped, in setup() or "
             "configure_model(): self(torch.zeros(1, 8)).",
@@ -79,9 +79,9 @@ def check_parameters(module: nn.Module) -> None:
     names = [name for name, parameter in module.named_parameters() if isinstance(parameter, tensors.DTensor)]
     if names:
         raise ConfigurationError(
-            message=f"{type(module).__name__} has parameters that are DTensors, which DDP cannot average.",
+            message=f"{type(module).__name__} has parameters that are DTensors, which cannot be averaged.",
             facts=f"{_listed(names)}. A DTensor is split in pieces "
-            "over the ranks of a device mesh, while DDP needs the whole parameter on every rank.",
+            "over the ranks of a device mesh; each rank must have the whole parameter here.",
             remedy="average over the mesh itself: torch.distributed.fsdp.fully_shard, or replicate from "
             "torch.distributed._composable; or make them plain tensors with DTensor.full_tensor().",
         )
@@ -97,8 +97,11 @@ def _listed(names: list[str]) -> str:
     return f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
 
 
-def check_local_changes(module: nn.Module) -> None:
-    """Raise for layers and hooks that change parameters by each rank's own batch, before averaging."""
+def check_local_changes(module: nn.Module, strategy: object) -> None:
+    """Raise for layers and hooks that change parameters by each rank's own batch, before averaging.
+
+    Hooks that are methods of the strategy are its own way to average.
+    """
     kinds = (nn.Embedding, nn.EmbeddingBag)
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, kinds)}
     if names := [name for name, layer in layers.items() if layer.max_norm is not None]:
@@ -108,7 +111,8 @@ def check_local_changes(module: nn.Module) -> None:
             remedy="max_norm=None, and limit all rows in on_train_batch_start, under torch.no_grad(): "
             "layer.weight.copy_(torch.renorm(layer.weight, 2, 0, max_norm)).",
         )
-    hooked = [name for name, parameter in _averaged(module).items() if _has_accumulate_hooks(parameter)]
+    averaged = _averaged(module).items()
+    hooked = [name for name, parameter in averaged if _has_accumulate_hooks(parameter, strategy)]
     if hooked:
         raise ConfigurationError(
             message="register_post_accumulate_grad_hook() of a parameter cannot work on several ranks.",
@@ -118,10 +122,12 @@ def check_local_changes(module: nn.Module) -> None:
         )
 
 
-def _has_accumulate_hooks(parameter: Tensor) -> bool:
+def _has_accumulate_hooks(parameter: Tensor, strategy: object) -> bool:
     hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     return bool(hooks) and any(
-        not str(getattr(hook, "__module__", "")).startswith("rankwise.") for hook in hooks.values()
+        not str(getattr(hook, "__module__", "")).startswith("rankwise.")
+        and getattr(hook, "__self__", None) is not strategy
+        for hook in hooks.values()
     )
 
 
@@ -145,7 +151,7 @@ def check_dense(module: nn.Module, averager: str) -> None:
         raise ConfigurationError(
             message=f"{averager} cannot average sparse gradients over several ranks.",
             facts=f"of the layers {', '.join(names)}, which have sparse=True.",
-            remedy='use sparse=False, or automatic optimisation with sync_mode="single_auto_sync".',
+            remedy='sparse=False; or automatic optimisation with DDPStrategy(sync_mode="single_auto_sync").',
         )
 
 
@@ -175,6 +181,14 @@ def share_buffers(module: nn.Module) -> None:
     if isinstance(module, DistributedDataParallel) and shares_buffers(module):
         with blocked_in("share_buffers"):
             module._sync_buffers()
+
+
+def share_module(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Give every rank of a group the first one's parameters and buffers, without those that DDP ignores.
+
+    Collective: every rank must call this.
+    """
+    share_tensors((*_averaged(module).values(), *module.buffers()), group)
 
 
 def share_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:

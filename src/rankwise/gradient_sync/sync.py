@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from rankwise.errors import ConfigurationError, InvalidTypeError
-from rankwise.gradient_sync.buckets import reduce_listed, reduce_with_hook
+from rankwise.gradient_sync.buckets import mean_over_ranks, reduce_listed, reduce_with_hook
 from rankwise.gradient_sync.comm_hook import CommHook, read_state, state_for_rank, write_state
 from rankwise.gradient_sync.hook_registry import HookPlace, allreduce_hook
 from rankwise.gradient_sync.model_averaging import ModelAveraging, refuse_distributed_optimizer
@@ -59,7 +59,7 @@ from rankwise.process_group.after_failure import is_after_failure
 from rankwise.process_group.collectives import has_other_ranks
 from rankwise.process_group.objects import gather_object
 
-_OF_A_JOB = ("_states", "_averaging", "_modules", "_counting", "_unit", "in_hooks")
+_OF_A_JOB = ("_states", "_averaging", "_modules", "_counting", "_unit", "in_hooks", "sync", "tracking")
 HookStates = list[list[dict[str, Any]]]
 NoSync = Callable[[nn.Module, bool], AbstractContextManager[Any]]
 """`no_sync(module, enabled)`: a block in which DDP does not average gradients if enabled."""
@@ -96,9 +96,11 @@ class GradientSync:
         model_averaging_period: int | None = None,
         gradient_weighting: str | None = None,
         ddp_kwargs: Mapping[str, Any] | None = None,
+        needs_ddp: bool = False,
     ) -> None:
         ddp_kwargs = ddp_kwargs or {}
         finds_unused = bool(ddp_kwargs.get("find_unused_parameters"))
+        self._needs_ddp = needs_ddp  # to average gradients of a module, in modes other than "forced_sync"
         self.mode = resolve_sync_mode(sync_mode, finds_unused_parameters=finds_unused)
         self.hook = CommHook.checked(comm_hook, comm_state, comm_wrapper)
         self.weighting = check_weighting(gradient_weighting)
@@ -119,6 +121,8 @@ class GradientSync:
         self._modules: weakref.WeakKeyDictionary[nn.Module, _OfModule] = weakref.WeakKeyDictionary()
         self._counting: list[tuple[WeightAccumulator, WeightCarrier | None]] = []
         self.in_hooks: Callable[[], AbstractContextManager[Any]] = nullcontext  # the block of tensor hooks
+        self.sync: Callable[[Sequence[Tensor]], object] | None = None  # a strategy's own average of gradients
+        self.tracking: dict[str, Any] = {}  # further arguments of `TrackedModule`
         is_compressed = self.hook is not None and not self.hook.is_plain
         self._unit = WeightUnit(is_bounded=is_compressed) if self.weighting == "logged" else None
 
@@ -127,9 +131,9 @@ class GradientSync:
         """Defaults of DDP's arguments; with bucket views, dividing gradients takes one kernel per bucket."""
         return {"gradient_as_bucket_view": True} if self._has_carrier else {}
 
-    def check_module(self, module: nn.Module) -> None:
+    def check_module(self, module: nn.Module, strategy: object) -> None:
         """Raise for modules that several ranks cannot train in this mode as one process would."""
-        check_local_changes(module)
+        check_local_changes(module, strategy)
         if self.mode is GradientSyncMode.FORCED_SYNC:
             check_dense(module, 'sync_mode="forced_sync"')
 
@@ -169,14 +173,14 @@ class GradientSync:
         return own
 
     def track(
-        self, module: nn.Module, group: dist.ProcessGroup | None, *, is_new: bool = False, **options: Any
+        self, module: nn.Module, group: dist.ProcessGroup | None, *, is_new: bool = False
     ) -> TrackedModule:
         """Track the trained parameters of a module from now on; see `TrackedModule`. Collective.
 
         If a module is not wrapped, nothing in it is trained yet.
         """
         own = self._of(module)
-        own.tracked = TrackedModule(module, group, is_new=is_new, **options)
+        own.tracked = TrackedModule(module, group, is_new=is_new, **self.tracking)
         own.is_plain = is_new and not isinstance(module, DistributedDataParallel)
         if isinstance(module, DistributedDataParallel):
             module.register_forward_pre_hook(self._before_forward)
@@ -376,7 +380,9 @@ class GradientSync:
         else:
             return
         if isinstance(module, DistributedDataParallel) and is_averaged:
-            if others:
+            if self.sync is not None:
+                self.sync(others)
+            elif others:
                 reduce_listed(others, module.process_group)
             _divide(module, own, others)
         else:
@@ -406,15 +412,16 @@ class GradientSync:
         elif self._must_be_wrapped(module) and parameters and has_other_ranks(group):
             raise InvalidTypeError(
                 argument="module",
-                value=type(module).__name__,
-                expected="the module that setup_module() returned, wrapped with DDP",
+                value=module,
+                expected="the module that setup_module() returned, or one that DDP has wrapped",
                 remedy='module = strategy.setup_module(module), or mode="forced_sync".',
             )
         self.average(parameters, group, weights=self._of(module).weights)
         share_buffers_next(module)
 
     def _must_be_wrapped(self, module: nn.Module) -> bool:
-        return self.mode is not GradientSyncMode.FORCED_SYNC and not self._of(module).is_plain
+        is_by_ddp = self._needs_ddp and self.mode is not GradientSyncMode.FORCED_SYNC
+        return is_by_ddp and not self._of(module).is_plain
 
     def average(
         self,
@@ -426,7 +433,10 @@ class GradientSync:
         """Average gradients without DDP, with the window's weights, or with a hook, on every rank."""
         weight = None if weights is None or not weights.is_used else weights.take()
         if parameters and has_other_ranks(group):
-            if hook is not None:
+            if self.sync is not None:
+                self.sync(parameters)
+                weight = None if weight is None else mean_over_ranks(weight, group)
+            elif hook is not None:
                 reduce_with_hook(parameters, hook, group)
             else:
                 weight = reduce_listed(parameters, group, weight=weight)

@@ -39,7 +39,11 @@ def check_ranks_agree(strategy: Strategy, facts: dict[str, str]) -> None:
 
 
 def check_same_values(
-    strategy: Strategy, tensors: Mapping[str, Tensor], facts: Mapping[str, str] = _NO_FACTS, when: str = ""
+    strategy: Strategy,
+    tensors: Mapping[str, Tensor],
+    facts: Mapping[str, str] = _NO_FACTS,
+    when: str = "",
+    averaging: str = "",
 ) -> None:
     """Make sure that all ranks have the same bits of tensors, and the same `facts`. Collective.
 
@@ -50,13 +54,14 @@ def check_same_values(
         tensors: by what a message calls them.
         facts: descriptions by name.
         when: where this is called, for the message.
+        averaging: how a strategy of the user's makes parameters equal, for the message.
 
     Raises:
         RankMismatchError: names what differs.
     """
     if strategy.world_size > 1 and not _are_same(strategy, {**_summary_of(tensors), **facts}):
         found = differences(_by_rank(strategy, {**digests_of(tensors), **facts}))
-        raise RankMismatchError(found, when)
+        raise RankMismatchError(found, when, averaging)
 
 
 def _by_rank(strategy: Strategy, facts: Mapping[str, str]) -> dict[int, Mapping[str, str]]:

@@ -6,17 +6,14 @@ import copy
 import dataclasses
 import os
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn, optim
-from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self
 
 from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
@@ -26,107 +23,105 @@ from rankwise.environments import ClusterEnvironment
 from rankwise.errors import LifecycleError
 from rankwise.failures.classify import start_exception_chain
 from rankwise.gradient_sync import GradientSync
+from rankwise.gradient_sync.buckets import reduce_listed
+from rankwise.gradient_sync.parameters import check_dense, check_parameters, share_module
 from rankwise.launchers import Launcher
 from rankwise.launchers.context import WorkerContext
 from rankwise.monitoring.heartbeat import OPTIMIZER, report_phase
 from rankwise.nested import to_device
 from rankwise.precision import Precision
-from rankwise.process_group import collectives, objects, rank_zero_first
+from rankwise.process_group.collectives import ALONE, is_distributed
 from rankwise.process_group.distributed_optimizers import SHARDED_MODULE, consolidate, is_sharded
 from rankwise.process_group.group import check_group_ranks
 from rankwise.processes.exit_codes import exit_code_kept
 from rankwise.ranks import RankInfo, job_entry, set_rank_zero_only
 from rankwise.strategies.checkpoint_writing import write_checkpoint
+from rankwise.strategies.collectives import RankCollectives
 from rankwise.strategies.config import (
     Devices,
     GroupConfig,
     PartField,
     ProcessConfig,
     RegisteredNames,
-    WithParts,
     check_parts,
     copied_precision,
+    refuse_keywords,
     take_fields,
 )
 from rankwise.strategies.job import Job, launch_into, launched_parts, sigterm_deferred, variables_set
-from rankwise.strategies.module_wrapping import averages_everywhere, forward_redirect, own_memory, uncompiled
-from rankwise.strategies.placement import Placement, find_placement
-from rankwise.strategies.shared_errors import errors_shared
+from rankwise.strategies.module_wrapping import WrappedModules, forward_redirect, own_memory, uncompiled
+from rankwise.strategies.placement import (
+    Placement,
+    chosen_rendezvous,
+    find_placement,
+    launcher_of,
+    place_on_all_nodes,
+    place_on_node,
+)
 
 T = TypeVar("T")
+_GROUP_REMEDY = "torch.distributed.init_process_group() before it; or leave out init_process_group=False."
 _PLUGINS: Mapping[str, type] = {"precision": Precision, "checkpoint_io": CheckpointIO}
 
 
-class Strategy(WithParts, ABC):
+class Strategy(RankCollectives):
     """Start the processes, connect them, wrap the model, synchronise, clean up.
 
     A strategy is only a configuration until `bind` gives it a placement (ranks, devices, environment and
     launcher), once. Then `launch` runs a function on every rank, as often as needed. Within it, the
     strategy has a `job`, and all other methods work.
 
+    Each rank trains a model of its own, and the gradients of a window are averaged after it. A subclass
+    replaces what it does otherwise; docs/strategies.md has the methods in the order of their calls.
+
     Args:
-        accelerator: `"auto"`, `"cpu"`, `"cuda"` or `"gpu"`.
-        devices: processes on this node: a number, `"auto"` (or -1) for all devices, or device indices.
-        num_nodes: the number of nodes; `"auto"` for the environment's.
-        cluster_environment: an instance or a name; detected where it is None.
         precision: the precision plug-in.
         checkpoint_io: reads and writes checkpoints.
-        process_config, group_config, gradients: for subclasses with more arguments; the first replaces the
-            first four arguments.
+        gradients: when and how gradients are averaged.
+        arguments: `accelerator` (`"auto"`, `"cpu"`, `"cuda"` or `"gpu"`), `devices` (processes on this node:
+            a number, `"auto"` or -1 for all devices, or device indices), `num_nodes` (`"auto"` for the
+            environment's), `cluster_environment` (an instance or a name; detected where it is None), and
+            `DDPStrategy`'s other arguments of processes and process group.
 
     Attributes:
-        ranks: the ranks of this process; in a main process that is not a rank, local rank 0's.
-        global_rank, local_rank, node_rank, world_size, local_world_size, num_nodes, is_global_zero: of ranks.
-        root_device: this process's device.
         environment: which launcher started this process.
         runs_in_caller: whether the calling process is a rank itself, so that training changes its objects.
+        start_method, rendezvous, grace_period_s, stall_warning: as the arguments; may be set until `bind`.
         worker: this rank's context from the launcher; only in a job.
         gradients: when gradients are averaged, through which hook and with which weights. The states of
             communication hooks are kept in it from launch to launch.
         default_parts: which of `"precision"` and `"checkpoint_io"` the constructor was not given.
         results: after a launch, each local rank's value by global rank.
-        timeout: how long a collective may take.
-        sync_batchnorm: whether batch normalisation uses the batches of all ranks in training.
         registered_names: of the class: its names for `register_strategies`, with description and arguments.
 
     Raises:
-        InvalidArgumentError, InvalidTypeError, UnknownNameError: for impossible arguments.
+        InvalidArgumentError, InvalidTypeError, UnknownNameError, UnknownArgumentError: for wrong arguments.
     """
 
     registered_names: ClassVar[RegisteredNames] = {}
+    default_start_method: ClassVar[str] = "popen"
 
-    timeout = PartField[timedelta]("group_config")
-    sync_batchnorm = PartField[bool]("group_config")
+    start_method = PartField[str]("process_config")
+    rendezvous = PartField[str]("process_config")
+    grace_period_s = PartField[float]("process_config")
+    stall_warning = PartField[timedelta]("process_config")
     environment = PartField[ClusterEnvironment]("placement")
-    ranks = PartField[RankInfo]("placement")
-    root_device = PartField[torch.device]("placement")
-    global_rank = PartField[int]("placement.ranks")
-    local_rank = PartField[int]("placement.ranks")
-    node_rank = PartField[int]("placement.ranks")
-    world_size = PartField[int]("placement.ranks")
-    local_world_size = PartField[int]("placement.ranks")
-    num_nodes = PartField[int]("placement.ranks")
-    is_global_zero = PartField[bool]("placement.ranks")
     runs_in_caller = PartField[bool]("launcher")
     worker = PartField[WorkerContext]("job")
 
     def __init__(
         self,
         *,
-        accelerator: str = "auto",
-        devices: Devices = "auto",
-        num_nodes: int | Literal["auto"] = "auto",
-        cluster_environment: GivenEnvironment | None = None,
         precision: Precision | None = None,
         checkpoint_io: CheckpointIO | None = None,
-        process_config: ProcessConfig | None = None,
-        group_config: GroupConfig | None = None,
         gradients: GradientSync | None = None,
+        **arguments: Any,
     ) -> None:
-        self.process_config = process_config or ProcessConfig(
-            accelerator, devices, num_nodes, cluster_environment
-        )
-        self.group_config = group_config or GroupConfig()
+        if arguments.get("start_method") is None:
+            arguments["start_method"] = self.default_start_method
+        self.process_config = ProcessConfig(**take_fields(ProcessConfig, arguments))
+        self.group_config = GroupConfig(**take_fields(GroupConfig, arguments))
+        refuse_keywords(type(self), arguments)
         self.gradients = gradients or GradientSync()
         self.precision = Precision() if precision is None else precision
         self.checkpoint_io = TorchCheckpointIO() if checkpoint_io is None else checkpoint_io
@@ -204,21 +199,22 @@ class Strategy(WithParts, ABC):
         if environment is not None:
             changed["cluster_environment"] = environment
         config = dataclasses.replace(self.process_config, **changed)
-        placement = find_placement(config, self._place_locally)
-        self._placement = dataclasses.replace(placement, launcher=self._create_launcher(placement))
+        placement = find_placement(config, self.place_ranks)
+        self._placement = dataclasses.replace(placement, launcher=self.create_launcher(placement))
         if placement.is_permanent:
             set_rank_zero_only(placement.ranks.global_rank)  # for the life of this process
         return placement.ranks
 
-    @abstractmethod
-    def _place_locally(
+    def place_ranks(
         self, environment: ClusterEnvironment, local_world_size: int, num_nodes: int | None
     ) -> RankInfo:
         """Return this process's ranks where no outer launcher gives it any; refuse impossible numbers."""
+        place = place_on_node if self.process_config.launcher is None else place_on_all_nodes
+        return place(environment, local_world_size, num_nodes)
 
-    @abstractmethod
-    def _create_launcher(self, placement: Placement) -> Launcher:
-        """Return the launcher for a placement that has none yet."""
+    def create_launcher(self, placement: Placement) -> Launcher:
+        """Return the launcher for a placement that has none yet; by default as `start_method` says."""
+        return launcher_of(placement, self.process_config, self.group_config)
 
     @property
     def is_bound(self) -> bool:
@@ -248,9 +244,10 @@ class Strategy(WithParts, ABC):
     def _current_job(self) -> Job:
         """The job; without a launch, one for the process group that the user has created, if any."""
         if self._job is None:
-            if self.job_group is not collectives.ALONE:
+            if self.job_group is not ALONE:
                 check_group_ranks(self.ranks)
             self._job = Job(WorkerContext(self.ranks), is_launched=False)
+            self.gradients.sync = self._own_sync
         return self._job
 
     @property
@@ -287,17 +284,13 @@ class Strategy(WithParts, ABC):
         if not self.is_bound:
             self.bind()
         self.results = {}
-        rendezvous = self._choose_rendezvous(init_process_group)
+        rendezvous = chosen_rendezvous(self.rendezvous, self.process_group_backend, init_process_group)
         entry = partial(self._run_as_rank, init_process_group, partial(function, self, *args, **kwargs))
         parts = launched_parts(self, function, args, kwargs)
         with exit_code_kept():
             launch_into(self.results, self.launcher, entry, parts, rendezvous)
         value: T = self.results[min(self.results)]
         return value
-
-    def _choose_rendezvous(self, init_process_group: bool) -> str:
-        """Return `"private"` or `"tcp"`, for a launch."""
-        return "private"
 
     @job_entry
     def _run_as_rank(self, has_group: bool, run: Callable[[], T], worker: WorkerContext) -> T:
@@ -310,7 +303,7 @@ class Strategy(WithParts, ABC):
         """Be the rank of `worker` in the block; `has_group` is as for `attach`."""
         with start_exception_chain():
             self.attach(worker, has_group=has_group)
-            enter, leave, checkpoint_io = self.setup_environment, self.teardown, self.checkpoint_io
+            enter, leave, checkpoint_io = self._connect, self.teardown, self.checkpoint_io
             with sigterm_deferred(checkpoint_io), self.job.running(enter, leave, checkpoint_io):
                 yield
 
@@ -318,14 +311,34 @@ class Strategy(WithParts, ABC):
         """Start a job as the rank of `worker`; `has_group` is False where the function creates the group."""
         self._placement = dataclasses.replace(self.placement, ranks=worker.ranks)
         before, self._job = self._job, Job(worker, has_group=has_group)
+        self.gradients.sync = self._own_sync
         if before is not None:  # modules that were prepared before the launch
             self._job.modules, self._job.cleanup = before.modules, before.cleanup
 
-    def setup_environment(self) -> None:
-        """Prepare this process: its variables, `rank_zero_only`. Subclasses connect to the others here.
+    def _connect(self) -> None:
+        self.setup_environment()
+        if self.job.has_group:
+            self._check_has_group(
+                f"{type(self).__name__}.setup_environment()", "call super().setup_environment() in it."
+            )
 
-        Mutates: `os.environ`, until `teardown`.
+    def _check_has_group(self, call: str, remedy: str) -> None:
+        if self.world_size > 1 and not is_distributed(self.job_group):
+            raise self._wrong_state(call, "a process group", remedy)
+
+    def setup_environment(self) -> None:
+        """Prepare this process, and connect it to the others in a process group; an override calls this.
+
+        Collective: every rank must call this. Mutates: `os.environ`, until `teardown`.
         """
+        self._prepare_process()
+        job = self.job
+        job.connect(self.root_device, self.process_group_backend, self.group_config, self.stall_warning)
+        report_phase("running")
+        job.cleanup.callback(self._release_modules, job.modules)
+
+    def _prepare_process(self) -> None:
+        """Set this process's variables, device and `rank_zero_only`, until `teardown`."""
         job = self.job
         job.cleanup.enter_context(variables_set(job.worker.variables))
         job.cleanup.callback(self.environment.teardown)
@@ -344,13 +357,48 @@ class Strategy(WithParts, ABC):
         finally:
             self._job = None
 
+    def _release_modules(self, modules: WrappedModules) -> None:
+        """Release the prepared modules at the end of a job, before the process group is destroyed."""
+        self.precision.agree = None
+        modules.close()
+        self.gradients.detach()
+
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Move a module to this rank's device and prepare it for training; return the module to call."""
+        """Prepare a module for training on this rank; return the module to call.
+
+        It is moved to this rank's device, and has rank 0's parameters and buffers afterwards. An override
+        calls this, and may return a wrapper of the module; `unwrap_module` then returns the module.
+
+        Collective: every rank must call this.
+        """
+        if self.world_size == 1:
+            return self._prepare_module(module)
+        check_parameters(module)
+        module = self._prepare_module(module)
+        if self.gradients.sync is None:
+            check_dense(module, type(self).__name__)
+        share_module(module, self.data_parallel_group)
+        self._agree_on_gradients(module)
+        return module
+
+    def _prepare_module(self, module: nn.Module) -> nn.Module:
+        """Move a module to this rank's device, in the precision's format, perhaps with `SyncBatchNorm`."""
+        if self.sync_batchnorm and self.world_size > 1:
+            self._current_job.modules.sync_batchnorms(module, self.data_parallel_group)
         module = self.module_to_device(self.precision.convert_module(module))
         if self.world_size > 1:
-            self.gradients.check_module(module)
+            self._check_has_group("setup_module()", _GROUP_REMEDY)
+            self.gradients.check_module(module, self)
+            job = self._current_job
+            monitor = job.worker.monitor_for_changes(self.timeout) if job.has_group else None
+            self.gradients.tracking = {"timeout": self.timeout, "monitor": monitor}
         self.gradients.prepare(module, self.data_parallel_group)
         return module
+
+    def _agree_on_gradients(self, module: nn.Module) -> None:
+        """Let the ranks agree on decisions of the precision, if their gradients may differ."""
+        if self.gradients_may_differ(module):
+            self.precision.agree = partial(self.reduce_boolean_decision, all=False)
 
     def restore_module(self, module: nn.Module) -> None:
         """Replace `SyncBatchNorm` by the original layers, in place; the end of the job does that too."""
@@ -364,7 +412,7 @@ class Strategy(WithParts, ABC):
 
     def unwrap_module(self, module: nn.Module) -> nn.Module:
         """Return the user's module within the result of `setup_module`."""
-        return module.module if isinstance(module, DistributedDataParallel) else uncompiled(module)
+        return uncompiled(module)
 
     def call_method(self, wrapped: nn.Module, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run a method of the user's module through the wrapper, as its forward pass."""
@@ -398,8 +446,46 @@ class Strategy(WithParts, ABC):
         self.gradients.check_optimizers(optimizers)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
-        """Return a context in which backward passes leave gradients on this rank as they are."""
+        """Return a context in which backward passes leave gradients on this rank as they are, if `enabled`.
+
+        Override it where backward passes communicate: it is entered for each microbatch, `enabled` unless the
+        microbatch ends the window; and in manual optimisation for each `training_step`.
+        """
         return nullcontext()
+
+    def sync_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Average the gradients of a window over the ranks, in place.
+
+        Called once after the last backward pass of each window, and in manual optimisation after each
+        `manual_backward`; before `on_after_backward`, clipping and the optimizer. Not with one rank.
+
+        Collective: every rank must call this.
+
+        Args:
+            parameters: the trained parameters that have no averaged gradients yet, in an order that is the
+                same on all ranks; a gradient may be None.
+        """
+        reduce_listed(parameters, self.data_parallel_group)
+
+    @property
+    def _own_sync(self) -> Callable[[Sequence[Tensor]], None] | None:
+        return None if type(self).sync_gradients is Strategy.sync_gradients else self.sync_gradients
+
+    @property
+    def has_equal_models(self) -> bool:
+        """Whether each step leaves all ranks with the same parameters, which rankwise then checks.
+
+        A strategy that averages models returns False: its ranks are compared where `sync_models` has made
+        them equal, which is before each checkpoint and at the end of a fit.
+        """
+        return self.gradients.period is None
+
+    def sync_models(self) -> None:
+        """Give all ranks the same parameters, if they may differ now; before a checkpoint and as a fit ends.
+
+        Collective: every rank must call this.
+        """
+        self.gradients.average_models()
 
     def gradient_sync_context(
         self, module: nn.Module, optimizers: Iterable[optim.Optimizer] = (), is_final_microbatch: bool = True
@@ -423,12 +509,12 @@ class Strategy(WithParts, ABC):
     def gradients_may_differ(self, module: nn.Module) -> bool:
         """Return whether ranks may have different gradients after a synchronised backward pass.
 
-        If so, decisions that depend on gradients take a collective. They may with subgroups, and with hooks
-        that are not rankwise's or torch's own.
+        If so, decisions that depend on gradients take a collective. They may with subgroups, with a
+        `sync_gradients` of your own, and with hooks that are not rankwise's or torch's.
         """
-        if not isinstance(module, DistributedDataParallel):
-            return False
-        return self.data_parallel_group is not None or not averages_everywhere(module)
+        return self.world_size > 1 and (
+            self.data_parallel_group is not None or self.gradients.sync is not None
+        )
 
     def weighted_loss(self, loss: Tensor, weight: float | Tensor) -> Tensor:
         """Return the tensor to call `backward` on, for a loss of this weight.
@@ -445,10 +531,6 @@ class Strategy(WithParts, ABC):
             InvalidArgumentError: for a weight that is negative or not finite.
         """
         return self.gradients.weight_loss(loss, weight)
-
-    def end_training(self) -> None:
-        """Average the model over the ranks if a communication hook has let them diverge. Collective."""
-        self.gradients.average_models()
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return a module's state; its keys never have a wrapper's prefix."""
@@ -498,89 +580,6 @@ class Strategy(WithParts, ABC):
         """Read a checkpoint, to the CPU."""
         return self.checkpoint_io.load_checkpoint(path, map_location="cpu")
 
-    @property
-    def job_group(self) -> dist.ProcessGroup | None:
-        """All ranks of the job, as the `group` of a collective of this strategy."""
-        return dist.group.WORLD
-
-    @property
-    def data_parallel_group(self) -> dist.ProcessGroup | None:
-        """The ranks that share the data; None for all. Wrapping, reducing and sampling use it."""
-        return None
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """How samplers split the data: `num_replicas` and `rank`. Override it to split it in another way."""
-        group = self.data_parallel_group
-        if group is None or self.world_size == 1:
-            return {"num_replicas": self.world_size, "rank": self.global_rank}
-        return {"num_replicas": dist.get_world_size(group), "rank": dist.get_rank(group)}
-
-    def _collective(
-        self, function: Callable[..., T], value: object, group: dist.ProcessGroup | None, *options: object
-    ) -> T:
-        with self._current_job.guard(function.__name__, group):
-            return function(value, self.data_parallel_group if group is None else group, *options)
-
-    # Every rank must call each collective, in the same order. A group of None is `data_parallel_group`.
-
-    def all_reduce(
-        self, tensor: T, group: dist.ProcessGroup | None = None, reduce_op: collectives.Reduction = "mean"
-    ) -> T:
-        """Reduce a tensor or a number over the ranks; see `rankwise.process_group.all_reduce`."""
-        return self._collective(collectives.all_reduce, tensor, group, reduce_op)  # type: ignore[no-any-return]
-
-    def all_gather(
-        self, tensor: Any, group: dist.ProcessGroup | None = None, sync_grads: bool = False
-    ) -> Any:
-        """Gather a tensor from every rank, as `(world_size, *)`; see `rankwise.process_group.all_gather`.
-
-        Numbers and arrays are gathered on this rank's device.
-        """
-        tensors = collectives.to_tensors(tensor, self.root_device)
-        return self._collective(collectives.all_gather, tensors, group, sync_grads)
-
-    def gather_all_tensors(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-        """Gather tensors of different sizes; see `rankwise.process_group.gather_all_tensors`."""
-        return self._collective(collectives.gather_all_tensors, tensor, group)
-
-    def all_gather_object(self, obj: T, group: dist.ProcessGroup | None = None) -> list[T]:
-        """Gather anything picklable from every rank, in rank order."""
-        return self._collective(objects.all_gather_object, obj, group)
-
-    def gather_object(self, obj: T, dst: int = 0, group: dist.ProcessGroup | None = None) -> list[T] | None:
-        """Gather anything picklable from the group (by default all ranks) on rank `dst`; None elsewhere."""
-        with self._current_job.guard("gather_object", group):
-            return objects.gather_object(obj, dst, self.job_group if group is None else group)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait until every rank of the job has called this; `name` is for error messages."""
-        with self._current_job.guard(f"barrier {name!r}" if name else "barrier"):
-            collectives.barrier(self.job_group)
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        """Return rank `src`'s value on every rank of the job."""
-        with self._current_job.guard("broadcast"):
-            return objects.broadcast(obj, src, self.job_group)
-
-    def call_on_rank_zero(self, function: Callable[[], T]) -> T:
-        """Call `function`, without collectives, on global rank 0; return its value, or raise, everywhere."""
-        value: Any = None
-        with errors_shared(self, of_rank_zero=True):
-            value = function() if self.is_global_zero else None
-        return self.broadcast(value)  # type: ignore[no-any-return]  # what `function` has returned
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
-        """Return whether all ranks (or, with `all=False`, any) of the job decided yes; the same on each."""
-        counter = torch.tensor(int(decision), device=self.root_device)
-        with self._current_job.guard("reduce_boolean_decision"):
-            count = int(collectives.all_reduce(counter, self.job_group, "sum"))
-        return count == self.world_size if all else count > 0
-
-    def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
-        """Return the block of `rankwise.process_group.rank_zero_first`: rank zero runs it first."""
-        return rank_zero_first(local, ranks=self.ranks)
-
     def _check_not_in_job(self, call: str) -> None:
         if self.is_in_job:
             remedy = "a launched function calls what it needs directly: it runs on every rank already."
@@ -590,7 +589,8 @@ class Strategy(WithParts, ABC):
         self, call: str, needed: str, remedy: str = "call bind() or launch() first."
     ) -> LifecycleError:
         state = "in a job" if self.is_in_job else "bound" if self.is_bound else "configured"
-        return LifecycleError(call=call, state=state, needed=needed, remedy=remedy)
+        verb = "read" if isinstance(getattr(type(self), call, None), property) else "called"
+        return LifecycleError(call, state, needed, remedy, verb)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the job and its results: they belong to this process."""

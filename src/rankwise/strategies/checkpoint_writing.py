@@ -17,7 +17,7 @@ from rankwise.monitoring.heartbeat import report_phase, saving_in_hook_reported
 from rankwise.process_group.after_failure import is_after_failure, refuse_partly_updated
 from rankwise.process_group.collectives import is_distributed
 from rankwise.process_group.rank_zero import awaited_between_jobs
-from rankwise.strategies.shared_errors import errors_shared
+from rankwise.strategies.collectives import errors_shared
 
 
 def write_checkpoint(strategy: Any, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:

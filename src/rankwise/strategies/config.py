@@ -10,7 +10,7 @@ import copy
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from operator import attrgetter
@@ -45,6 +45,7 @@ from rankwise.errors import (
     ConfigurationError,
     InvalidArgumentError,
     InvalidTypeError,
+    LifecycleError,
     UnknownNameError,
     text_of,
 )
@@ -210,7 +211,10 @@ class WithParts:
         """Raise the error that says what is missing."""
         field = getattr(type(self), name, None)
         if isinstance(field, PartField):
-            return field.read(self)
+            try:
+                return field.read(self)
+            except LifecycleError as error:
+                raise LifecycleError(name, error.state, error.needed, error.remedy, "read") from None
         if isinstance(field, MissingAttribute):
             return field.__get__(self)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
@@ -417,11 +421,27 @@ def copied_precision(precision: Precision, *, is_used: bool) -> Precision:
     return copied
 
 
-def check_ddp_arguments(
-    strategy: str, constructor: Callable[..., Any], given: Mapping[str, Any]
-) -> dict[str, Any]:
+def keywords_of(strategy: type) -> list[str]:
+    """Return the arguments of a strategy class: of its constructor, and of the constructors that it calls."""
+    constructors = [vars(base)["__init__"] for base in strategy.__mro__[:-1] if "__init__" in vars(base)]
+    specs = map(inspect.getfullargspec, constructors)
+    own = [name for spec in specs for name in (*spec.args[1:], *spec.kwonlyargs)]
+    return [*own, *(each.name for config in (ProcessConfig, GroupConfig) for each in fields(config))]
+
+
+def refuse_keywords(strategy: type, left: Iterable[str], more: Iterable[str] = ()) -> None:
+    """Raise `UnknownArgumentError` for keywords that no constructor of a strategy class has used.
+
+    Those that it would take, and `more`, are suggested.
+    """
+    unknown = set(left)
+    known = [name for name in (*more, *keywords_of(strategy)) if name not in unknown]
+    check_keywords(strategy.__name__, unknown, known)
+
+
+def check_ddp_arguments(strategy: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords for `DistributedDataParallel`, as this version of torch takes them."""
     parameters = inspect.signature(DistributedDataParallel.__init__).parameters
-    known = tuple(name for name in parameters if name not in _PASSED_BY_STRATEGY)
-    check_keywords(strategy, given, (*known, *inspect.getfullargspec(constructor).kwonlyargs))
+    taken = parameters.keys() - _PASSED_BY_STRATEGY
+    refuse_keywords(strategy, given.keys() - taken, taken)
     return {"find_unused_parameters": False, **given}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -15,23 +13,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.compatibility.lightning_environments import GivenEnvironment
-from rankwise.environments import ClusterEnvironment
-from rankwise.errors import ConfigurationError, InvalidTypeError, LaunchRefusedError
+from rankwise.errors import InvalidTypeError
 from rankwise.gradient_sync import GradientSync, GradientSyncMode
 from rankwise.gradient_sync.parameters import check_parameters, trained_parameters
 from rankwise.launchers import Launcher
-from rankwise.launchers.script_place import script_place
-from rankwise.monitoring.heartbeat import report_phase
-from rankwise.process_group import check_interface, default_backend, gloo_on_interface, process_group
-from rankwise.process_group.authentication import groups_authenticated
-from rankwise.process_group.collective_check import CollectiveCheck
 from rankwise.processes.fork_safety import import_dynamo
-from rankwise.ranks import RankInfo
-from rankwise.stores.sealed import job_key_of_environment
 from rankwise.strategies.base import Strategy
 from rankwise.strategies.config import (
     GroupConfig,
-    PartField,
     ProcessConfig,
     RegisteredNames,
     agreed_value,
@@ -40,30 +29,13 @@ from rankwise.strategies.config import (
     from_parallel_devices,
     take_fields,
 )
-from rankwise.strategies.job import Job, threads_per_rank
 from rankwise.strategies.module_wrapping import (
-    WrappedModules,
+    averages_everywhere,
     check_collectives_of,
     checked_wrapper,
     compile_within,
     uncompiled,
 )
-from rankwise.strategies.placement import (
-    Placement,
-    check_given_launcher,
-    check_private_rendezvous,
-    inline_launcher,
-    interface_of,
-    place_on_all_nodes,
-    place_on_node,
-    ranks_on_all_nodes,
-    ranks_on_node,
-    rendezvous_endpoint,
-)
-
-if TYPE_CHECKING:
-    from rankwise.launchers.supervisor import SupervisionOptions
-    from rankwise.stores.tcp import RendezvousEndpoint
 
 
 class DDPStrategy(Strategy):
@@ -104,8 +76,6 @@ class DDPStrategy(Strategy):
 
     Attributes:
         ddp_kwargs: the keywords for `DistributedDataParallel`.
-        start_method, rendezvous, grace_period_s, stall_warning, init_timeout, check_collectives: as the
-            arguments; they may be set until `bind`.
 
     Raises:
         UnknownArgumentError: for a keyword that neither this class nor the wrapper takes.
@@ -118,13 +88,6 @@ class DDPStrategy(Strategy):
             "ddp_forkserver", "DDP; processes are forked by a warm server", start_method="forkserver"
         ),
     }
-    default_start_method: ClassVar[str] = "popen"
-    start_method = PartField[str]("process_config")
-    rendezvous = PartField[str]("process_config")
-    grace_period_s = PartField[float]("process_config")
-    stall_warning = PartField[timedelta]("process_config")
-    init_timeout = PartField[timedelta]("group_config")
-    check_collectives = PartField[bool]("group_config")
 
     def __init__(
         self,
@@ -159,14 +122,10 @@ class DDPStrategy(Strategy):
         if parallel_devices is not None:
             meant = zip(("accelerator", "devices"), from_parallel_devices(parallel_devices), strict=True)
             arguments |= {name: agreed_value(name, arguments[name], value) for name, value in meant}
-        if start_method is None:
-            arguments["start_method"] = self.default_start_method
-        ddp_options = check_ddp_arguments(type(self).__name__, DDPStrategy.__init__, ddp_kwargs)
+        ddp_options = check_ddp_arguments(type(self), ddp_kwargs)
         super().__init__(
             precision=precision,
             checkpoint_io=checkpoint_io,
-            process_config=ProcessConfig(**take_fields(ProcessConfig, arguments)),
-            group_config=GroupConfig(**take_fields(GroupConfig, arguments)),
             gradients=GradientSync(
                 sync_mode=sync_mode,
                 comm_hook=comm_hook,
@@ -175,132 +134,12 @@ class DDPStrategy(Strategy):
                 model_averaging_period=model_averaging_period,
                 gradient_weighting=gradient_weighting,
                 ddp_kwargs=ddp_options,
+                needs_ddp=True,
             ),
+            **take_fields(ProcessConfig, arguments),
+            **take_fields(GroupConfig, arguments),
         )
         self.ddp_kwargs = {**self.gradients.ddp_defaults, **ddp_options}
-
-    @property
-    def process_group_backend(self) -> str:
-        """The back end of the collectives."""
-        return self.group_config.process_group_backend or default_backend(self.root_device.type)
-
-    def _place_locally(
-        self, environment: ClusterEnvironment, local_world_size: int, num_nodes: int | None
-    ) -> RankInfo:
-        place = place_on_node if self.process_config.launcher is None else place_on_all_nodes
-        return place(environment, local_world_size, num_nodes)
-
-    def _create_launcher(self, placement: Placement) -> Launcher:
-        ranks = placement.ranks
-        if self.sync_batchnorm and ranks.world_size > 1 and placement.root_device.type == "cpu":
-            raise ConfigurationError(
-                message="sync_batchnorm=True is not possible on the CPU: torch has no SyncBatchNorm there.",
-                remedy="leave it out, or train on CUDA devices.",
-            )
-        self._check_variables(placement)
-        if (launcher := self.process_config.launcher) is not None:
-            check_given_launcher(placement, launcher, is_private=self.rendezvous == "private")
-            return launcher.bound_to(ranks_on_all_nodes(ranks), self._supervision_options(placement, None))
-        if self.rendezvous == "private":
-            check_private_rendezvous(placement)
-        is_alone_here = ranks.local_world_size == 1 and not ranks.is_one_node
-        if placement.environment.creates_processes_externally or (
-            is_alone_here and self.start_method == "popen"
-        ):
-            return inline_launcher(placement)
-        return self._create_supervised_launcher(placement)
-
-    def _supervision_options(
-        self, placement: Placement, endpoint: RendezvousEndpoint | None
-    ) -> SupervisionOptions:
-        # Modules that start and supervise processes are imported where they are needed.
-        from rankwise.launchers.supervisor import SupervisionOptions
-
-        requeue_signal = placement.environment.requeue_signal
-        return SupervisionOptions(
-            self.grace_period_s,
-            self.init_timeout,
-            stop_signals=[signal.SIGTERM, *filter(None, [requeue_signal])],
-            stall_warning_s=self.stall_warning.total_seconds(),
-            teardown_timeout_s=self.timeout.total_seconds(),
-            endpoint=endpoint,
-        )
-
-    def _create_supervised_launcher(self, placement: Placement) -> Launcher:
-        options = self._supervision_options(placement, rendezvous_endpoint(placement))
-        ranks = ranks_on_node(placement.ranks)
-        if self.start_method == "popen" or script_place() is not None:
-            from rankwise.launchers.script import ScriptLauncher
-
-            return ScriptLauncher(ranks, options, self.process_config.command)
-        from rankwise.launchers.multiprocess import MultiprocessLauncher
-
-        return MultiprocessLauncher(self.start_method, ranks, options)
-
-    def _check_variables(self, placement: Placement) -> None:
-        """Refuse a key that can be guessed, and an interface that this host does not have."""
-        job_key_of_environment()
-        given = self.group_config.process_group_backend
-        if "gloo" in (given or default_backend(placement.root_device.type)):
-            check_interface()
-
-    def _choose_rendezvous(self, init_process_group: bool) -> str:
-        if self.rendezvous == "private" and not init_process_group:
-            raise LaunchRefusedError(
-                message="init_process_group=False cannot work with a private rendezvous: there is no port.",
-                remedy='leave rendezvous at "auto", or use "tcp".',
-            )
-        if self.rendezvous == "auto":
-            # NCCL, and process groups that users create, call the store from C++ threads of their own.
-            is_private = init_process_group and self.process_group_backend == "gloo"
-            return "private" if is_private else "tcp"
-        return self.rendezvous
-
-    def setup_environment(self) -> None:
-        """Prepare this process and connect it to the others.
-
-        Collective: every rank must call this.
-        """
-        super().setup_environment()
-        job = self.job
-        job.cleanup.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(threads_per_rank(self.ranks.local_world_size))
-        job.cleanup.enter_context(gloo_on_interface(interface_of(self.ranks, job.worker.meeting_host)))
-        if self.ranks.world_size > 1:
-            key = job.worker.job_key(self.init_timeout)
-            job.cleanup.enter_context(groups_authenticated(key, self.init_timeout))
-        if job.has_group:
-            self._join_group(job)
-        report_phase("running")
-        job.cleanup.callback(self._release_modules, job.modules)
-
-    def _join_group(self, job: Job) -> None:
-        report_phase("connecting", waits=True)
-        store = job.worker.open_store(self.init_timeout)
-        enter = job.cleanup.enter_context
-        group = process_group(
-            store,
-            self.ranks,
-            self.process_group_backend,
-            self.root_device,
-            timeout=self.timeout,
-            init_timeout=self.init_timeout,
-            on_rendezvous=lambda places: enter(
-                job.worker.start_monitors(places, self.init_timeout, self.stall_warning)
-            ),
-        )
-        enter(group)
-        job.worker.limit_store(self.timeout)
-        if self.check_collectives and self.ranks.world_size > 1:
-            own_store = job.worker.open_another(store, self.init_timeout)
-            job.check = CollectiveCheck(self.ranks.global_rank, own_store, self.timeout)
-            enter(job.check.checking())
-
-    def _release_modules(self, modules: WrappedModules) -> None:
-        """Release the prepared modules at the end of a job, before the process group is destroyed."""
-        self.precision.agree = None
-        modules.close()
-        self.gradients.detach()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Move a module to this rank's device and wrap it; one with nothing to train is not wrapped.
@@ -316,16 +155,14 @@ class DDPStrategy(Strategy):
         if (existing := self._current_job.modules.wrapper_of(module)) is not None:
             return existing
         check_parameters(module)
-        if self.sync_batchnorm and self.world_size > 1:
-            self._current_job.modules.sync_batchnorms(module, self.data_parallel_group)
-        module = super().setup_module(module)
+        module = self._prepare_module(module)
         if not trained_parameters(module):
             self._current_job.modules.plain.update((given, module))
             if dist.is_initialized():
                 self._track(given if is_compiled else module)
             return given if is_compiled else module
         if not dist.is_initialized():
-            raise self._wrong_state("setup_module()", "a process group")
+            raise self._wrong_state("setup_module()", "a process group", "call launch() first.")
         import_dynamo()
         with self._wrapping_stream():
             configured = self.gradients.wrap(
@@ -344,16 +181,11 @@ class DDPStrategy(Strategy):
         self._track(wrapped)
         if job.check is not None:
             check_collectives_of(wrapped, job.check)
-        if self.gradients_may_differ(wrapped):
-            self.precision.agree = partial(self.reduce_boolean_decision, all=False)
+        self._agree_on_gradients(wrapped)
 
     def _track(self, module: nn.Module) -> None:
         """Follow from now on which parameters are trained."""
-        job = self._current_job
-        monitor = job.worker.monitor_for_changes(self.timeout) if job.has_group else None
-        self.gradients.track(
-            module, self.data_parallel_group, is_new=True, timeout=self.timeout, monitor=monitor
-        )
+        self.gradients.track(module, self.data_parallel_group, is_new=True)
 
     def configure_ddp(self, module: nn.Module, device_ids: list[int] | None) -> DistributedDataParallel:
         """Wrap a module; override it for a wrapper of your own.
@@ -365,6 +197,16 @@ class DDPStrategy(Strategy):
         return DistributedDataParallel(
             module, device_ids=device_ids, process_group=self.data_parallel_group, **self.ddp_kwargs
         )
+
+    def unwrap_module(self, module: nn.Module) -> nn.Module:
+        """Return the user's module within the result of `setup_module`."""
+        return module.module if isinstance(module, DistributedDataParallel) else super().unwrap_module(module)
+
+    def gradients_may_differ(self, module: nn.Module) -> bool:
+        """Return whether ranks may have different gradients after a synchronised backward pass."""
+        if not isinstance(module, DistributedDataParallel):
+            return False
+        return super().gradients_may_differ(module) or not averages_everywhere(module)
 
     def determine_ddp_device_ids(self) -> list[int] | None:
         """Return the index of this rank's device; None on the CPU."""
@@ -395,7 +237,7 @@ class DDPStrategy(Strategy):
             return module.no_sync()
         raise InvalidTypeError(
             argument="module",
-            value=type(module).__name__,
+            value=module,
             expected="the module that setup_module() returned, which DDP has wrapped",
             remedy="module = strategy.setup_module(module)",
         )

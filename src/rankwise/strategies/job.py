@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
@@ -29,8 +30,9 @@ from rankwise.monitoring.heartbeat import (
     report_phase,
     report_saving,
 )
-from rankwise.process_group import interception
+from rankwise.process_group import gloo_on_interface, interception, process_group
 from rankwise.process_group.after_failure import collectives_refused_after_failure
+from rankwise.process_group.authentication import groups_authenticated
 from rankwise.process_group.collective_check import CollectiveCheck
 from rankwise.process_group.rank_zero import refuse_lone_call
 from rankwise.processes.event_loop import signals_delivered_in_thread
@@ -39,7 +41,9 @@ from rankwise.processes.fork_safety import SET_BY_DYNAMO
 from rankwise.processes.interrupt import JobStopped
 from rankwise.processes.signals import ROUTER, SignalRequest, StoppedBySignal, ended_by, exit_by_signal
 from rankwise.ranks import is_in_rank_zero_section
+from rankwise.strategies.config import GroupConfig
 from rankwise.strategies.module_wrapping import WrappedModules
+from rankwise.strategies.placement import interface_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -72,6 +76,44 @@ class Job:
     modules: WrappedModules = field(default_factory=WrappedModules)
     cleanup: ExitStack = field(default_factory=ExitStack)
     _failure: _Failure | None = None
+
+    def connect(
+        self, device: torch.device, backend: str, config: GroupConfig, stall_warning: timedelta
+    ) -> None:
+        """Connect this rank to the others, until `cleanup`. Collective."""
+        ranks, enter = self.worker.ranks, self.cleanup.enter_context
+        self.cleanup.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(threads_per_rank(ranks.local_world_size))
+        enter(gloo_on_interface(interface_of(ranks, self.worker.meeting_host)))
+        if ranks.world_size > 1:
+            key = self.worker.job_key(config.init_timeout)
+            enter(groups_authenticated(key, config.init_timeout))
+        if self.has_group:
+            self._join_group(device, backend, config, stall_warning)
+
+    def _join_group(
+        self, device: torch.device, backend: str, config: GroupConfig, stall_warning: timedelta
+    ) -> None:
+        report_phase("connecting", waits=True)
+        worker, enter = self.worker, self.cleanup.enter_context
+        store = worker.open_store(config.init_timeout)
+        group = process_group(
+            store,
+            worker.ranks,
+            backend,
+            device,
+            timeout=config.timeout,
+            init_timeout=config.init_timeout,
+            on_rendezvous=lambda places: enter(
+                worker.start_monitors(places, config.init_timeout, stall_warning)
+            ),
+        )
+        enter(group)
+        worker.limit_store(config.timeout)
+        if config.check_collectives and worker.ranks.world_size > 1:
+            own_store = worker.open_another(store, config.init_timeout)
+            self.check = CollectiveCheck(worker.ranks.global_rank, own_store, config.timeout)
+            enter(self.check.checking())
 
     def guard(self, name: str, group: ProcessGroup | None = None) -> AbstractContextManager[None]:
         """Return the block for a collective; the supervisor sees that this rank waits in it.

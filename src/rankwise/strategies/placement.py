@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
@@ -36,17 +37,31 @@ from rankwise.environments.network import (
     rendezvous_address,
 )
 from rankwise.environments.slurm import warn_of_unused_tasks
-from rankwise.errors import ConfigurationError, EnvironmentVariableError, WorldSizeMismatchError
+from rankwise.errors import (
+    ConfigurationError,
+    EnvironmentVariableError,
+    LaunchRefusedError,
+    WorldSizeMismatchError,
+)
 from rankwise.launchers import Launcher
 from rankwise.launchers.inline import InlineLauncher
 from rankwise.launchers.script_place import script_place
+from rankwise.process_group import check_interface, default_backend
 from rankwise.ranks import RankInfo
 from rankwise.stores.rendezvous import mig_slices
+from rankwise.stores.sealed import job_key_of_environment
 from rankwise.stores.tcp import RendezvousEndpoint
-from rankwise.strategies.config import ProcessConfig, check_devices, check_num_nodes, device_type
+from rankwise.strategies.config import (
+    GroupConfig,
+    ProcessConfig,
+    check_devices,
+    check_num_nodes,
+    device_type,
+)
 from rankwise.torch_internals import JOB, check_torch
 
-# The address of a job on one node, whatever address the environment has, unless a launcher hosts the store.
+if TYPE_CHECKING:
+    from rankwise.launchers.supervisor import SupervisionOptions
 
 
 @final
@@ -272,6 +287,19 @@ def rendezvous_endpoint(placement: Placement) -> RendezvousEndpoint | None:
     return RendezvousEndpoint((_store_address(environment, hosts), environment.main_port), hosts)
 
 
+def chosen_rendezvous(rendezvous: str, backend: str, init_process_group: bool) -> str:
+    """Return `"private"` or `"tcp"`, for a launch."""
+    if rendezvous == "private" and not init_process_group:
+        raise LaunchRefusedError(
+            message="init_process_group=False cannot work with a private rendezvous: there is no port.",
+            remedy='leave rendezvous at "auto", or use "tcp".',
+        )
+    if rendezvous == "auto":
+        # NCCL, and process groups that users create, call the store from C++ threads of their own.
+        return "private" if init_process_group and backend == "gloo" else "tcp"
+    return rendezvous
+
+
 def check_private_rendezvous(placement: Placement) -> None:
     """Make sure that this process starts all ranks: others have no channel to a private store."""
     environment, ranks = placement.environment, placement.ranks
@@ -284,6 +312,68 @@ def check_private_rendezvous(placement: Placement) -> None:
             remedy='leave rendezvous at "auto"; what listens then, and where, is in docs/security.md. On one '
             'node "private" works where the strategy starts the ranks: run the script without a launcher.',
         )
+
+
+def launcher_of(placement: Placement, processes: ProcessConfig, group: GroupConfig) -> Launcher:
+    """Return the launcher of a placement: the given one, as the start method says, or for existing processes.
+
+    Raises:
+        ConfigurationError: for variables that cannot be used, a private rendezvous that is impossible, and
+            `SyncBatchNorm` on the CPU.
+    """
+    if group.sync_batchnorm and placement.ranks.world_size > 1 and placement.root_device.type == "cpu":
+        raise ConfigurationError(
+            message="sync_batchnorm=True is not possible on the CPU: torch has no SyncBatchNorm there.",
+            remedy="leave it out, or train on CUDA devices.",
+        )
+    check_variables(placement, group)
+    if (launcher := processes.launcher) is not None:
+        check_given_launcher(placement, launcher, is_private=processes.rendezvous == "private")
+        options = _supervision_options(placement, processes, group, None)
+        return launcher.bound_to(ranks_on_all_nodes(placement.ranks), options)
+    if processes.rendezvous == "private":
+        check_private_rendezvous(placement)
+    is_alone_here = placement.ranks.local_world_size == 1 and not placement.ranks.is_one_node
+    is_rank_already = is_alone_here and processes.start_method == "popen"
+    if is_rank_already or placement.environment.creates_processes_externally:
+        return inline_launcher(placement)
+    return _supervised_launcher(placement, processes, group)
+
+
+def check_variables(placement: Placement, group: GroupConfig) -> None:
+    """Refuse a key that can be guessed, and an interface that this host does not have."""
+    job_key_of_environment()
+    if "gloo" in (group.process_group_backend or default_backend(placement.root_device.type)):
+        check_interface()
+
+
+def _supervision_options(
+    placement: Placement, processes: ProcessConfig, group: GroupConfig, endpoint: RendezvousEndpoint | None
+) -> SupervisionOptions:
+    # Modules that start and supervise processes are imported where they are needed.
+    from rankwise.launchers.supervisor import SupervisionOptions
+
+    requeue_signal = placement.environment.requeue_signal
+    return SupervisionOptions(
+        processes.grace_period_s,
+        group.init_timeout,
+        stop_signals=[signal.SIGTERM, *filter(None, [requeue_signal])],
+        stall_warning_s=processes.stall_warning.total_seconds(),
+        teardown_timeout_s=group.timeout.total_seconds(),
+        endpoint=endpoint,
+    )
+
+
+def _supervised_launcher(placement: Placement, processes: ProcessConfig, group: GroupConfig) -> Launcher:
+    options = _supervision_options(placement, processes, group, rendezvous_endpoint(placement))
+    ranks = ranks_on_node(placement.ranks)
+    if processes.start_method == "popen" or script_place() is not None:
+        from rankwise.launchers.script import ScriptLauncher
+
+        return ScriptLauncher(ranks, options, processes.command)
+    from rankwise.launchers.multiprocess import MultiprocessLauncher
+
+    return MultiprocessLauncher(processes.start_method, ranks, options)
 
 
 def inline_launcher(placement: Placement) -> InlineLauncher:

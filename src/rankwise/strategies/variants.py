@@ -20,9 +20,11 @@ from rankwise.launchers.script_place import can_rerun, script_place
 from rankwise.process_group.collectives import ALONE, is_distributed
 from rankwise.ranks import RankInfo
 from rankwise.strategies.base import Strategy
-from rankwise.strategies.config import RegisteredNames, ddp_names
+from rankwise.strategies.config import RegisteredNames, ddp_names, refuse_keywords
 from rankwise.strategies.ddp import DDPStrategy
-from rankwise.strategies.placement import Placement, inline_launcher
+from rankwise.strategies.placement import Placement, check_variables, inline_launcher
+
+_OF_ONE_PROCESS = ("accelerator", "devices", "num_nodes", "cluster_environment", "precision", "checkpoint_io")
 
 
 class DDPSpawnStrategy(DDPStrategy):
@@ -100,11 +102,11 @@ class DDPElasticStrategy(DDPStrategy):
         self.max_restarts = max_restarts
         self._nodes = Nodes(fewest, most, endpoint, run_id, listening_address)
 
-    def _create_launcher(self, placement: Placement) -> Launcher:
+    def create_launcher(self, placement: Placement) -> Launcher:
         from rankwise.launchers.elastic import ElasticLauncher
 
         if placement.environment.creates_processes_externally:
-            return super()._create_launcher(placement)
+            return super().create_launcher(placement)
         if (existing := script_place()) is not None:
             raise LaunchRefusedError(
                 message="ddp_elastic cannot start processes: this script runs as "
@@ -113,7 +115,7 @@ class DDPElasticStrategy(DDPStrategy):
                 remedy='use "ddp_spawn" or "ddp_fork" before it; for a script as a whole: '
                 "torchrun --max-restarts=3 train.py",
             )
-        self._check_variables(placement)
+        check_variables(placement, self.group_config)
         return ElasticLauncher(
             self.start_method,
             placement.ranks.local_world_size,
@@ -154,14 +156,14 @@ class AutoStrategy(DDPStrategy):
     def start_method(self, value: str) -> None:
         self.process_config = dataclasses.replace(self.process_config, start_method=value)
 
-    def _create_launcher(self, placement: Placement) -> Launcher:
+    def create_launcher(self, placement: Placement) -> Launcher:
         if self.process_config.launcher is None and placement.ranks.world_size == 1:
             return inline_launcher(placement)
         if can_rerun():
-            return super()._create_launcher(placement)
+            return super().create_launcher(placement)
         forking = copy.copy(self)
         forking.start_method = "fork"
-        return DDPStrategy._create_launcher(forking, placement)
+        return DDPStrategy.create_launcher(forking, placement)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Wrap a module if there are several ranks."""
@@ -181,13 +183,19 @@ class SingleDeviceStrategy(Strategy):
 
     Args:
         gradient_weighting: how accumulated batches of different sizes are weighted; see `DDPStrategy`.
-        arguments: `Strategy`'s.
+        arguments: `accelerator`, `devices`, `num_nodes`, `cluster_environment`, `precision` and
+            `checkpoint_io`, as `Strategy`'s.
     """
 
     registered_names: ClassVar[RegisteredNames] = {"single_device": ("one process, one device", {})}
 
     def __init__(self, *, gradient_weighting: str | None = None, **arguments: Any) -> None:
+        refuse_keywords(type(self), arguments.keys() - _OF_ONE_PROCESS)
         super().__init__(gradients=GradientSync(gradient_weighting=gradient_weighting), **arguments)
+
+    def setup_environment(self) -> None:
+        """Prepare this process, which is alone."""
+        self._prepare_process()
 
     @property
     def job_group(self) -> ProcessGroup | None:
@@ -196,7 +204,7 @@ class SingleDeviceStrategy(Strategy):
 
     data_parallel_group = job_group
 
-    def _place_locally(
+    def place_ranks(
         self, environment: ClusterEnvironment, local_world_size: int, num_nodes: int | None
     ) -> RankInfo:
         for name, count in (("devices", local_world_size), ("num_nodes", num_nodes or environment.num_nodes)):
@@ -204,7 +212,7 @@ class SingleDeviceStrategy(Strategy):
             check_value(name, count, count == 1, expected, remedy)
         return RankInfo()
 
-    def _create_launcher(self, placement: Placement) -> Launcher:
+    def create_launcher(self, placement: Placement) -> Launcher:
         world_size = placement.ranks.world_size
         expected = f"another: {placement.environment.name} has started {world_size} processes"
         remedy = (

@@ -274,8 +274,8 @@ def save_checkpoint(
     """
     is_alone = is_after_failure()
     with saving_in_hook_reported() if is_alone else nullcontext():
-        context.strategy.gradients.average_models()  # what rank 0 saves is the model of all ranks then
         if context.stage.name == "fit" and not is_alone:
+            context.strategy.sync_models()  # what rank 0 saves is the model of all ranks then
             compare_ranks(context, "before a checkpoint")
         _save_checkpoint(context, path, weights_only)
 
@@ -296,7 +296,7 @@ def save_stop_checkpoint(context: LoopContext) -> None:
     The ranks are not compared: there may be little time.
     """
     path = CheckpointFiles(context).stop_path(context.state.ckpt_path)
-    context.strategy.gradients.average_models()
+    context.strategy.sync_models()
     _save_checkpoint(context, path, weights_only=False)
 
 

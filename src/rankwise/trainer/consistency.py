@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.errors import OF_GROUP, UNOWNED, ConfigurationError
 from rankwise.gradient_sync.parameters import parameters_of
@@ -27,15 +28,15 @@ def compare_ranks(
     Args:
         context: of a fit.
         when: where this is called, for the message.
-        are_models_averaged: False between two averages of post-local SGD.
+        are_models_averaged: False where a strategy that averages models need not have done so.
         with_buffers: whether buffers have just been shared.
 
     Raises:
         RankMismatchError: names what differs, parameters first.
     """
-    interval, gradients = context.options.check_ranks_every_n_steps, context.strategy.gradients
-    may_differ = gradients.averages_nothing or (gradients.period is not None and not are_models_averaged)
-    if interval == 0 or (interval is None and may_differ):
+    interval, strategy = context.options.check_ranks_every_n_steps, context.strategy
+    may_differ = not (strategy.has_equal_models or are_models_averaged)
+    if interval == 0 or (interval is None and (may_differ or strategy.gradients.averages_nothing)):
         return
     check_values(context, when, with_buffers=with_buffers, with_states=interval is not None)
     context.stage.compared_at = context.state.progress.total_batches
@@ -76,7 +77,23 @@ def check_values(
                 values[f"the values of {label}"] = original
             if with_states and id(original) in known and not strategy.is_sharded(optimizer):
                 values |= _state_of(optimizer, own, label)
-    check_same_values(strategy, values, _hyperparameters(context.optimizers), when)
+    check_same_values(strategy, values, _hyperparameters(context.optimizers), when, _averaging_of(context))
+
+
+def _averaging_of(context: LoopContext) -> str:
+    """Return how a strategy of the user's, without DDP, makes the parameters of the ranks equal."""
+    strategy, name = context.strategy, type(context.strategy).__name__
+    is_ours = type(strategy).__module__.startswith("rankwise.")
+    if is_ours or isinstance(context.wrapped, DistributedDataParallel):
+        return ""
+    if not strategy.has_equal_models:
+        return f"{name}.sync_models() must give all ranks the same parameters."
+    return (
+        f"{name}.sync_gradients() must leave the same gradients on all ranks; what follows it, such as "
+        "clipping, must not change them by this rank's own batch, loss or random numbers. If ranks differ on "
+        f"purpose between averages of the model: {name}.has_equal_models = False, and average in "
+        "sync_models()."
+    )
 
 
 def _hyperparameters(optimizers: Iterable[Optimizer]) -> dict[str, str]:
@@ -118,9 +135,9 @@ def check_unowned(context: LoopContext) -> None:
 
 def check_can_compare(strategy: Strategy, interval: int | None) -> None:
     """Refuse to compare models that differ between the ranks' averages on purpose."""
-    if interval and strategy.gradients.period is not None:
+    if interval and not strategy.has_equal_models:
         raise ConfigurationError(
-            message=f"check_ranks_every_n_steps={interval} cannot work with post-local SGD.",
+            message=f"check_ranks_every_n_steps={interval} cannot work with a strategy that averages models.",
             facts="between averages of the models, each rank has another one.",
             remedy="leave it out.",
         )

@@ -30,8 +30,8 @@ from rankwise.seed import (
     set_random_state,
 )
 from rankwise.strategies.agreement import check_ranks_agree, fingerprint_of, share_model, share_states
+from rankwise.strategies.collectives import errors_shared
 from rankwise.strategies.data_split import agree_on_loaders
-from rankwise.strategies.shared_errors import errors_shared
 from rankwise.trainer.checkpointing import (
     CheckpointFiles,
     check_contents,

@@ -513,7 +513,7 @@ class Trainer(TrainerProperties):
                 check_hook(self.strategy, self.on_nonfinite)
             check_can_compare(self.strategy, self.check_ranks_every_n_steps)
             if self.world_size > 1:
-                self.strategy.gradients.check_module(model)
+                self.strategy.gradients.check_module(model, self.strategy)
             check_hyper_parameters(
                 self.context(model), self.datamodule if stage.datamodule is None else stage.datamodule
             )

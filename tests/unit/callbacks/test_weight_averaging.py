@@ -215,6 +215,7 @@ def test_post_local_sgd_is_refused(tmp_path: Path, callback: Any) -> None:
     """Its ranks have weights of their own: an average of one rank's is not that of the run."""
     strategy = DDPStrategy(accelerator="cpu", devices=1, comm_hook="post_localsgd", model_averaging_period=2)
     with pytest.raises(
-        ConfigurationError, match=f"{type(callback).__name__} cannot work with post-local SGD"
+        ConfigurationError,
+        match=f"{type(callback).__name__} cannot work with a strategy that averages models",
     ):
         trainer(tmp_path, callbacks=callback, strategy=strategy).fit(Noted(), loader())

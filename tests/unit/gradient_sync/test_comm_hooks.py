@@ -393,7 +393,7 @@ def local_steps(strategy: ThreadedStrategy, wrapped: nn.Module, steps: int, ends
     strategy.on_after_setup_optimizers([optimizer])
     train_steps(strategy, wrapped, range(steps), optimizer)
     if ends:
-        strategy.end_training()
+        strategy.sync_models()
     return torch.cat([parameter.detach().flatten() for parameter in wrapped.parameters()])
 
 
@@ -418,7 +418,7 @@ def test_parameters_without_gradients_are_not_averaged() -> None:
         frozen = nn.Parameter(torch.arange(100.0).double() / 3, requires_grad=False)
         before, optimizer = frozen.clone(), torch.optim.SGD([*wrapped.parameters(), frozen], lr=0.1)
         train_steps(strategy, wrapped, range(4), optimizer)
-        strategy.end_training()
+        strategy.sync_models()
         return torch.equal(frozen, before)
 
     assert all(on_ranks(3, run, net(), **LOCAL))

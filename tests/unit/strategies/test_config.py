@@ -284,6 +284,33 @@ def test_unknown_keywords_are_answered(typo: str, meant: str) -> None:
     assert f"DDPStrategy takes no argument {typo!r}. Did you mean {meant!r}?" in str(error)
 
 
+class Own(DDPStrategy):
+    """Has an argument of its own."""
+
+    def __init__(self, *, alpha: int = 1, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.alpha = alpha
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "answer"),
+    [
+        (Own, "alhpa", "Own takes no argument 'alhpa'. Did you mean 'alpha'?"),
+        (DDPStrategy, "gradients", "DDPStrategy takes no argument 'gradients'."),
+        (SingleDeviceStrategy, "start_method", "SingleDeviceStrategy takes no argument 'start_method'."),
+    ],
+)
+def test_keywords_of_other_constructors(strategy: type[Strategy], name: str, answer: str) -> None:
+    """A subclass's own are suggested; those that a strategy decides for its base class are refused."""
+    assert answer in str(refused(strategy, **{name: 2}))
+
+
+def test_an_attribute_of_a_later_state_is_named() -> None:
+    """The error is about the attribute that was read, not about where it would come from."""
+    with pytest.raises(LifecycleError, match="root_device was read in state 'configured'"):
+        DDPStrategy().root_device  # noqa: B018  the property raises
+
+
 def test_ddps_keywords_are_kept() -> None:
     """Keywords of this torch's DDP reach it; unused parameters are not looked for unless asked."""
     strategy = DDPStrategy(gradient_as_bucket_view=True, bucket_cap_mb=5)

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from rankwise.environments import ClusterEnvironment
 from rankwise.launchers import Launcher
+from rankwise.launchers.context import WorkerContext
 from rankwise.launchers.inline import InlineLauncher
 from rankwise.processes.memory_file import owned_descriptor, pack, read_by_name, unpack
 from rankwise.processes.returned_state import named_parts
@@ -99,13 +100,17 @@ class WithSecondRank(Strategy):
         self.other = other
 
     @override
-    def _place_locally(
+    def place_ranks(
         self, environment: ClusterEnvironment, local_world_size: int, num_nodes: int | None
     ) -> RankInfo:
         return RankInfo(0, 0, 0, 2, 2, 1)
 
     @override
-    def _create_launcher(self, placement: Placement) -> Launcher:
+    def attach(self, worker: WorkerContext, *, has_group: bool = True) -> None:
+        super().attach(worker, has_group=False)  # the other rank does not exist
+
+    @override
+    def create_launcher(self, placement: Placement) -> Launcher:
         return InlineLauncher(placement.ranks)
 
     @override

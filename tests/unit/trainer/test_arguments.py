@@ -194,6 +194,12 @@ def test_contradictions_of_the_strategy(tmp_path: Path, own: dict[str, Any], giv
     assert not strategy.is_bound
 
 
+def test_a_name_beside_a_strategy_among_the_plugins(tmp_path: Path) -> None:
+    """A name that stands for a start method is answered with the argument of the plug-in."""
+    with pytest.raises(ConfigurationError, match=r"as DDPSpawnStrategy\(start_method='fork'\)"):
+        trainer(tmp_path, strategy="ddp_fork", plugins=[DDPSpawnStrategy()])
+
+
 def test_contradictions_of_a_strategys_name(tmp_path: Path) -> None:
     """The options in a name are the strategy's own."""
     with pytest.raises(ConfigurationError, match="devices=2 and the strategy's own devices=3 contradict"):

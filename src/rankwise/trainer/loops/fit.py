@@ -100,7 +100,7 @@ class FitLoop:
                 self._run_epoch()
             self._stopping.finish()
             share_buffers(context.wrapped)  # every rank continues with the buffers that rank 0 saves
-            self._strategy.end_training()
+            self._strategy.sync_models()
             compare_ranks(context, "at the end of fit", with_buffers=shares_buffers(context.wrapped))
             context.state.rank_states = gather_rank_states(context)
             self._hooks.call("on_train_end")
@@ -141,7 +141,7 @@ class FitLoop:
             progress.is_epoch_begun = True
         check_same_order(self._strategy, PHASE_NAMES["train"], self._share.loaders)
         if self._strategy.world_size > 1:
-            self._strategy.gradients.check_module(self._context.module)
+            self._strategy.gradients.check_module(self._context.module, self._strategy)
         self._optimization.begin_epoch()
         report_phase("data loading", step=progress.global_step)
         for batch_idx, (batch, is_last) in self._remaining_batches():

@@ -15,7 +15,9 @@ from rankwise.gradient_sync.comm_hook import hook_of
 from rankwise.gradient_sync.parameters import check_dense, hooked_parameters, share_buffers_next
 from rankwise.gradient_sync.tensor_hooks import call_hooks, hooks_kept
 from rankwise.process_group.after_failure import is_after_failure
+from rankwise.strategies import Strategy
 from rankwise.strategies.agreement import mean_loss
+from rankwise.trainer.data.data_hooks import is_own
 from rankwise.trainer.hooks import num_step_arguments
 from rankwise.trainer.loops.nonfinite import NonFiniteGuard
 from rankwise.trainer.loops.optimizers import optimizer_step_of
@@ -26,7 +28,6 @@ from rankwise.trainer.module import TrainerOptimizer
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from rankwise.strategies import Strategy
     from rankwise.trainer.arguments import TrainerOptions
     from rankwise.trainer.loops.uneven_inputs import BatchSchedule
     from rankwise.trainer.module import TrainingModule
@@ -48,6 +49,12 @@ def check_manual(module: TrainingModule, strategy: Strategy, settings: TrainerOp
                 facts=f"{name}.automatic_optimization is False.",
                 remedy=f"leave it out; in training_step: {remedy}.",
             )
+    if is_own(strategy, Strategy, "gradient_sync_context"):
+        raise ConfigurationError(
+            message=f"{type(strategy).__name__}.gradient_sync_context() is not called: {name} optimises "
+            "manually.",
+            remedy="average gradients in sync_gradients(), which is called in each kind of optimisation.",
+        )
     hook, weighting = strategy.gradients.hook, strategy.gradients.weighting
     if hook is not None and (hook.is_stateful or weighting == "logged"):
         raise ConfigurationError(

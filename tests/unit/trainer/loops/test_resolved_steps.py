@@ -123,13 +123,13 @@ class OwnBlock(Strategy):
     entered = 0
 
     @override
-    def _place_locally(
+    def place_ranks(
         self, environment: ClusterEnvironment, local_world_size: int, num_nodes: int | None
     ) -> RankInfo:
         return RankInfo()
 
     @override
-    def _create_launcher(self, placement: Placement) -> Launcher:
+    def create_launcher(self, placement: Placement) -> Launcher:
         return InlineLauncher(placement.ranks)
 
     @override

@@ -8,7 +8,7 @@ import pytest
 from rankwise.errors import CheckpointError, WorkerRaisedError
 from rankwise.failures.classify import is_consequence
 from rankwise.strategies import SingleDeviceStrategy
-from rankwise.strategies.shared_errors import errors_shared
+from rankwise.strategies.collectives import errors_shared
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
 
 

@@ -1,0 +1,292 @@
+"""Strategies without DDP on two ranks: they train as one process does, and ranks that end apart are found."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from examples.gradient_hooks import GradientHooks
+from examples.model_averaging import ModelAveraging
+from rankwise import DDPForkStrategy, DDPStrategy, Fabric, Strategy, Trainer
+from rankwise.callbacks import Callback
+from rankwise.errors import ConfigurationError, RankwiseError, UnknownArgumentError, WorkerRaisedError
+from tests.helpers.shared import computed_once
+from tests.process.training_tasks import Regression, loader, quiet_trainer
+
+
+class Wrapper(nn.Module):
+    """A wrapper that does nothing."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        return self.module(*inputs, **options)
+
+
+class Wrapping(Strategy):
+    """Returns a wrapper that is not DDP."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        return Wrapper(super().setup_module(module))
+
+    def unwrap_module(self, module: nn.Module) -> nn.Module:
+        return super().unwrap_module(module.module if isinstance(module, Wrapper) else module)
+
+
+CPU: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "start_method": "fork"}
+AVERAGING: dict[str, Callable[[], Strategy]] = {
+    "gradients": lambda: Strategy(**CPU),
+    "hooks": lambda: GradientHooks(**CPU),
+    "wrapper": lambda: Wrapping(**CPU),
+    "models": lambda: ModelAveraging(period=1, **CPU),
+}
+Weights = dict[str, Tensor]
+
+
+class ByHand(Regression):
+    """Steps by hand in each second batch, with clipped gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        optimizer = self.optimizers()
+        is_last = batch_idx % 2 == 1
+        with self.no_backward_sync(enabled=not is_last):
+            loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+            self.manual_backward(loss / 2)
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+
+def fit(strategy: Any, devices: int, module: Regression, **arguments: Any) -> Weights:
+    """Train two epochs of 24 samples; return the weights."""
+    trainer = quiet_trainer(strategy, devices, max_epochs=2, **arguments)
+    trainer.fit(module, loader(24, 4 // devices))
+    return {name: value.detach().clone() for name, value in module.net.state_dict().items()}
+
+
+KINDS: dict[str, tuple[type[Regression], dict[str, Any]]] = {
+    "automatic": (Regression, {"accumulate_grad_batches": 2}),
+    "manual": (ByHand, {}),
+}
+
+
+@pytest.fixture
+@computed_once
+def expected() -> dict[str, Weights]:
+    """The weights of one process, for each kind of optimisation."""
+    return {kind: fit("single_device", 1, make(), **options) for kind, (make, options) in KINDS.items()}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", AVERAGING)
+def test_training_equals_one_process(name: str, kind: str, expected: dict[str, Weights]) -> None:
+    """Windows of two batches, automatic and manual, have one process's weights."""
+    make, options = KINDS[kind]
+    strategy = AVERAGING[name]()
+    found = fit(strategy, 2, make(), **options)
+    for key, value in expected[kind].items():
+        torch.testing.assert_close(found[key], value, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["wrapper", "hooks"])
+def test_clipping_comes_after_synchronisation(name: str) -> None:
+    """What is clipped is the mean of gradients; the ranks are compared after each step."""
+    alone = fit("single_device", 1, Regression(), gradient_clip_val=0.1)
+    found = fit(AVERAGING[name](), 2, Regression(), gradient_clip_val=0.1, check_ranks_every_n_steps=1)
+    for key, value in alone.items():
+        torch.testing.assert_close(found[key], value, rtol=0, atol=1e-12)
+
+
+class Noted(ModelAveraging):
+    """Notes the models of the ranks before each average."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.before: list[Tensor] = []
+
+    def sync_models(self) -> None:
+        bias: Any = self.unwrap_module(self.module).get_parameter("net.2.bias")
+        self.before.append(self.all_gather(bias.detach()))
+        super().sync_models()
+
+
+class Keep(Callback):
+    """Saves a checkpoint after the second step, and keeps what the strategy noted."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.before: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.path)
+
+    def on_train_end(self, trainer: Trainer, module: Any) -> None:
+        assert isinstance(trainer.strategy, Noted)
+        self.before = trainer.strategy.before
+
+
+def test_models_may_differ_between_averages(tmp_path: Path) -> None:
+    """A checkpoint, and the end of a fit, have the mean of models that differ; epochs do not compare them."""
+    keep, module = Keep(tmp_path / "a.ckpt"), Regression()
+    weights = fit(Noted(period=100, **CPU), 2, module, callbacks=[keep])
+    saved = torch.load(keep.path, weights_only=True)["state_dict"]["net.2.bias"]
+    at_checkpoint, at_end = keep.before
+    assert at_checkpoint[0] != at_checkpoint[1]
+    assert at_end[0] != at_end[1]
+    torch.testing.assert_close(saved, at_checkpoint.mean(0))
+    torch.testing.assert_close(weights["2.bias"], at_end.mean(0))
+
+
+class NeverAveraged(ModelAveraging):
+    def sync_models(self) -> None:
+        pass
+
+
+class AveragedLate(GradientHooks):
+    """Waits for the averages in `optimizer_step`, after gradients were clipped."""
+
+    def sync_gradients(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = parameters
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, closure: Any = None, **options: Any) -> Any:
+        super().sync_gradients(self.parameters)
+        return super().optimizer_step(optimizer, closure, **options)
+
+
+class OwnBlock(DDPForkStrategy):
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        return self.module_to_device(module)
+
+    def gradient_sync_context(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class NotConnected(Strategy):
+    def setup_environment(self) -> None:
+        pass
+
+
+class Sparse(Regression):
+    """A layer whose gradients the default average cannot have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2, 2, sparse=True)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("make", "fix"),
+    [
+        pytest.param(
+            lambda: NeverAveraged(period=100, **CPU),
+            "RankMismatchError: The ranks are not the same in 4 things at the end of fit.*"
+            r"Fix: NeverAveraged\.sync_models\(\) must give all ranks the same parameters\.",
+            id="sync_models",
+        ),
+        pytest.param(
+            lambda: AveragedLate(**CPU),
+            r"RankMismatchError.*Fix: AveragedLate\.sync_gradients\(\) must leave the same gradients on all",
+            id="optimizer_step",
+        ),
+        pytest.param(
+            lambda: OwnBlock(accelerator="cpu", devices=2),
+            r"RankMismatchError.*Fix: OwnBlock\.sync_gradients\(\) must leave the same gradients",
+            id="gradient_sync_context",
+        ),
+        pytest.param(
+            lambda: NotConnected(**CPU),
+            r"LifecycleError: NotConnected\.setup_environment\(\) was called.* needs a process group"
+            r".*Fix: call super\(\)\.setup_environment\(\) in it",
+            id="setup_environment",
+        ),
+    ],
+)
+def test_mistakes(make: Callable[[], Strategy], fix: str) -> None:
+    """A strategy whose ranks end apart, or are not connected, fails, and the error names its method."""
+    with pytest.raises(WorkerRaisedError, match=f"(?s){fix}"):
+        fit(make(), 2, Regression(), gradient_clip_val=0.01)
+
+
+@pytest.mark.parametrize(
+    ("make", "module", "options", "error", "match"),
+    [
+        (lambda: ModelAveraging(perod=2), Regression, {}, UnknownArgumentError, "Did you mean 'period'"),
+        (
+            lambda: ModelAveraging(**CPU),
+            Regression,
+            {"check_ranks_every_n_steps": 1},
+            ConfigurationError,
+            "with a strategy that averages models",
+        ),
+        (
+            lambda: OwnBlock(accelerator="cpu"),
+            ByHand,
+            {},
+            ConfigurationError,
+            r"OwnBlock\.gradient_sync_context\(\) is not called.*sync_gradients\(\)",
+        ),
+        (lambda: Strategy(**CPU), Sparse, {}, WorkerRaisedError, "Strategy cannot average sparse gradients"),
+        (
+            lambda: Strategy(sync_batchnorm=True, **CPU),
+            Regression,
+            {},
+            ConfigurationError,
+            "sync_batchnorm=True is not possible on the CPU",
+        ),
+    ],
+    ids=["argument", "comparison", "manual", "sparse", "sync_batchnorm"],
+)
+def test_refusals(
+    make: Callable[[], Strategy],
+    module: type[Regression],
+    options: dict[str, Any],
+    error: type[RankwiseError],
+    match: str,
+) -> None:
+    """What cannot work is an error that says what to write."""
+    with pytest.raises(error, match=f"(?s){match}"):
+        fit(make(), 2, module(), **options)
+
+
+def set_up(strategy: Strategy) -> None:
+    strategy.setup_module(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("kind", [Strategy, DDPStrategy])
+def test_a_group_that_the_function_should_have_made(kind: type[Strategy]) -> None:
+    """Without the strategy's group, `setup_module` says what is missing."""
+    fix = r"(?s)setup_module\(\) was called.*Fix: torch\.distributed\.init_process_group\(\) before it"
+    with pytest.raises(WorkerRaisedError, match=fix):
+        kind(rendezvous="tcp", **CPU).launch(set_up, init_process_group=False)
+
+
+def step_of(fabric: Fabric, *, has_block: bool) -> Tensor:
+    """Take one step in a loop of one's own; return a gradient."""
+    model = nn.Linear(1, 1)
+    wrapped = fabric.setup(model)
+    with fabric.gradient_sync_context(wrapped) if has_block else nullcontext():
+        fabric.backward(wrapped(torch.full((1, 1), fabric.global_rank + 1.0)).sum())
+    assert model.weight.grad is not None
+    return model.weight.grad
+
+
+def test_a_loop_of_ones_own() -> None:
+    """A Fabric averages at the end of `gradient_sync_context`, and refuses a backward pass outside of it."""
+    fabric = Fabric(strategy=Strategy(**CPU), accelerator="cpu", devices=2)
+    assert fabric.launch(step_of, has_block=True).item() == 1.5
+    with pytest.raises(WorkerRaisedError, match="averages gradients at the end of the block"):
+        fabric.launch(step_of, has_block=False)
