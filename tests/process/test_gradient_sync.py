@@ -60,7 +60,7 @@ def test_hook_memory_goes_through_a_checkpoint(tmp_path: Path) -> None:
     torch.save(checkpoint, tmp_path / "less.ckpt")
     forgetful.fit(forgetful_module, loader(64, 4), ckpt_path=tmp_path / "less.ckpt")
     assert not torch.allclose(weights(forgetful_module), weights(whole), rtol=0, atol=1e-6)
-    assert stopped.strategy.comm_hook_states()[1][0]["errors"].keys() == {
+    assert stopped.strategy.gradients.gathered_states()[1][0]["errors"].keys() == {
         name for name, _ in module.named_parameters()
     }
 
@@ -70,10 +70,10 @@ def test_hook_memory_comes_back_to_the_caller() -> None:
     trainer, module = fitted(POWERSGD, 5)
     trainer.max_steps = 8
     trainer.fit(module, loader(64, 4))
-    states = trainer.strategy.comm_hook_states()
+    states = trainer.strategy.gradients.gathered_states()
     assert [[entry["iter"] for entry in entries] for entries in states] == [[8], [8]]
     trainer.fit(Regression("adam"), loader(64, 4))
-    states = trainer.strategy.comm_hook_states()
+    states = trainer.strategy.gradients.gathered_states()
     assert [[entry["iter"] for entry in entries] for entries in states] == [[8], [8]]
     assert float(states[0][0]["errors"]["net.0.weight"].abs().max()) > 0
 

@@ -269,7 +269,7 @@ def set_up(strategy: Strategy) -> None:
 @pytest.mark.parametrize("kind", [Strategy, DDPStrategy])
 def test_a_group_that_the_function_should_have_made(kind: type[Strategy]) -> None:
     """Without the strategy's group, `setup_module` says what is missing."""
-    fix = r"(?s)setup_module\(\) was called.*Fix: torch\.distributed\.init_process_group\(\) before it"
+    fix = r"(?s)setup_module\(\) was called.*Fix: .*torch\.distributed\.init_process_group\(\) before it"
     with pytest.raises(WorkerRaisedError, match=fix):
         kind(rendezvous="tcp", **CPU).launch(set_up, init_process_group=False)
 

@@ -80,11 +80,13 @@ _USE = (
 
 def _strategies() -> dict[str, dict[str, Any]]:
     from rankwise.registry import StrategyRegistry
+    from rankwise.strategies import SingleDeviceStrategy
 
     content = {}
     for name in StrategyRegistry:
         entry = StrategyRegistry.entry(name)
-        default = getattr(entry.strategy, "default_start_method", None)
+        starts_none = entry.strategy is SingleDeviceStrategy
+        default = None if starts_none else entry.strategy.default_start_method
         content[name] = {
             "class": entry.strategy.__name__,
             "start_method": entry.init_params.get("start_method", default),

@@ -60,7 +60,7 @@ from rankwise.strategies.placement import (
 )
 
 T = TypeVar("T")
-_GROUP_REMEDY = "torch.distributed.init_process_group() before it; or leave out init_process_group=False."
+GROUP_REMEDY = "call launch(), or torch.distributed.init_process_group() before it."
 _PLUGINS: Mapping[str, type] = {"precision": Precision, "checkpoint_io": CheckpointIO}
 
 
@@ -75,13 +75,14 @@ class Strategy(RankCollectives):
     replaces what it does otherwise; docs/strategies.md has the methods in the order of their calls.
 
     Args:
+        accelerator: `"auto"`, `"cpu"`, `"cuda"` or `"gpu"`.
+        devices: processes on this node: a number, `"auto"` (or -1) for all devices, or device indices.
+        num_nodes: the number of nodes; `"auto"` for the environment's.
+        cluster_environment: an instance or a name; detected where it is None.
         precision: the precision plug-in.
         checkpoint_io: reads and writes checkpoints.
         gradients: when and how gradients are averaged.
-        arguments: `accelerator` (`"auto"`, `"cpu"`, `"cuda"` or `"gpu"`), `devices` (processes on this node:
-            a number, `"auto"` or -1 for all devices, or device indices), `num_nodes` (`"auto"` for the
-            environment's), `cluster_environment` (an instance or a name; detected where it is None), and
-            `DDPStrategy`'s other arguments of processes and process group.
+        arguments: `DDPStrategy`'s other arguments of processes and process group.
 
     Attributes:
         environment: which launcher started this process.
@@ -112,11 +113,17 @@ class Strategy(RankCollectives):
     def __init__(
         self,
         *,
+        accelerator: str = "auto",
+        devices: Devices = "auto",
+        num_nodes: int | Literal["auto"] = "auto",
+        cluster_environment: GivenEnvironment | None = None,
         precision: Precision | None = None,
         checkpoint_io: CheckpointIO | None = None,
         gradients: GradientSync | None = None,
         **arguments: Any,
     ) -> None:
+        arguments.update(accelerator=accelerator, devices=devices, num_nodes=num_nodes)
+        arguments["cluster_environment"] = cluster_environment
         if arguments.get("start_method") is None:
             arguments["start_method"] = self.default_start_method
         self.process_config = ProcessConfig(**take_fields(ProcessConfig, arguments))
@@ -317,12 +324,11 @@ class Strategy(RankCollectives):
 
     def _connect(self) -> None:
         self.setup_environment()
+        name = f"{type(self).__name__}.setup_environment()"
         if self.job.has_group:
-            self._check_has_group(
-                f"{type(self).__name__}.setup_environment()", "call super().setup_environment() in it."
-            )
+            self._check_has_group(name, "call super().setup_environment() in it.")
 
-    def _check_has_group(self, call: str, remedy: str) -> None:
+    def _check_has_group(self, call: str, remedy: str = GROUP_REMEDY) -> None:
         if self.world_size > 1 and not is_distributed(self.job_group):
             raise self._wrong_state(call, "a process group", remedy)
 
@@ -373,6 +379,7 @@ class Strategy(RankCollectives):
         """
         if self.world_size == 1:
             return self._prepare_module(module)
+        self._check_has_group("setup_module()")
         check_parameters(module)
         module = self._prepare_module(module)
         if self.gradients.sync is None:
@@ -387,7 +394,6 @@ class Strategy(RankCollectives):
             self._current_job.modules.sync_batchnorms(module, self.data_parallel_group)
         module = self.module_to_device(self.precision.convert_module(module))
         if self.world_size > 1:
-            self._check_has_group("setup_module()", _GROUP_REMEDY)
             self.gradients.check_module(module, self)
             job = self._current_job
             monitor = job.worker.monitor_for_changes(self.timeout) if job.has_group else None
@@ -454,12 +460,10 @@ class Strategy(RankCollectives):
         return nullcontext()
 
     def sync_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Average the gradients of a window over the ranks, in place.
+        """Average the gradients of a window over the ranks, in place. Collective.
 
         Called once after the last backward pass of each window, and in manual optimisation after each
         `manual_backward`; before `on_after_backward`, clipping and the optimizer. Not with one rank.
-
-        Collective: every rank must call this.
 
         Args:
             parameters: the trained parameters that have no averaged gradients yet, in an order that is the
@@ -481,10 +485,7 @@ class Strategy(RankCollectives):
         return self.gradients.period is None
 
     def sync_models(self) -> None:
-        """Give all ranks the same parameters, if they may differ now; before a checkpoint and as a fit ends.
-
-        Collective: every rank must call this.
-        """
+        """Give all ranks the same parameters, before a checkpoint and as a fit ends. Collective."""
         self.gradients.average_models()
 
     def gradient_sync_context(
@@ -555,14 +556,6 @@ class Strategy(RankCollectives):
             return optimizer.state_dict()
         consolidate(optimizer)
         return optimizer.state_dict() if self.is_global_zero else {}
-
-    def comm_hook_states(self) -> list[list[dict[str, Any]]]:
-        """Return the states of communication hooks, by rank and module; [] but on rank 0. Collective."""
-        return self.gradients.gathered_states()
-
-    def load_comm_hook_states(self, states: list[list[dict[str, Any]]]) -> None:
-        """Load what `comm_hook_states` returned on rank 0; [] resets the states."""
-        self.gradients.load_states(states)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
         """Write a checkpoint on global rank 0; all ranks continue when it is written, or all raise.

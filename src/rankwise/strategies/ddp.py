@@ -18,7 +18,7 @@ from rankwise.gradient_sync import GradientSync, GradientSyncMode
 from rankwise.gradient_sync.parameters import check_parameters, trained_parameters
 from rankwise.launchers import Launcher
 from rankwise.processes.fork_safety import import_dynamo
-from rankwise.strategies.base import Strategy
+from rankwise.strategies.base import GROUP_REMEDY, Strategy
 from rankwise.strategies.config import (
     GroupConfig,
     ProcessConfig,
@@ -162,7 +162,7 @@ class DDPStrategy(Strategy):
                 self._track(given if is_compiled else module)
             return given if is_compiled else module
         if not dist.is_initialized():
-            raise self._wrong_state("setup_module()", "a process group", "call launch() first.")
+            raise self._wrong_state("setup_module()", "a process group", GROUP_REMEDY)
         import_dynamo()
         with self._wrapping_stream():
             configured = self.gradients.wrap(

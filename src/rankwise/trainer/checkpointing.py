@@ -348,7 +348,7 @@ def _training_part(context: LoopContext) -> dict[str, Any]:
     gradients = running.pending_gradients() if running else context.optimizer_set.gradients(module)
     if gradients:
         checkpoint["gradients"] = gradients
-    if comm_hooks := strategy.comm_hook_states():
+    if comm_hooks := strategy.gradients.gathered_states():
         checkpoint["comm_hooks"] = comm_hooks
     return checkpoint
 
@@ -470,7 +470,7 @@ def restore_training(context: LoopContext, checkpoint: dict[str, Any]) -> RankSt
             reraise_from_handler(error)
             raise CheckpointError(path=path, problem=f"does not fit the optimizers: {error}") from None
     with restored_from(path, "communication hooks"):
-        context.strategy.load_comm_hook_states(checkpoint.get("comm_hooks", []))
+        context.strategy.gradients.load_states(checkpoint.get("comm_hooks", []))
     with restored_from(path, "callbacks"):  # their loaded states may not be comparable
         context.state.should_stop = any(
             isinstance(callback, EarlyStopping) and callback.has_stopped for callback in context.callbacks

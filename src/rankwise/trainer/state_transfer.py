@@ -77,7 +77,7 @@ def capture(context: LoopContext, before: StateBefore | None) -> ReturnedState |
     strategy, module = context.strategy, context.module
     module.cpu()
     optimizers = _optimizer_states(context)
-    comm_hooks = strategy.comm_hook_states()
+    comm_hooks = strategy.gradients.gathered_states()
     if strategy.num_nodes > 1:  # only global rank 0 has the whole state of a sharded optimizer
         optimizers = strategy.broadcast(optimizers)
     if before is None:
@@ -118,7 +118,7 @@ def restore(context: LoopContext, state: ReturnedState) -> None:
     give: dict[str, Callable[[Any], object]] = {
         "progress and metrics": partial(_restore_progress, context),
         **{name: each.load_state_dict for name, each in _with_states(known).items()},
-        "communication hooks": strategy.load_comm_hook_states,
+        "communication hooks": strategy.gradients.load_states,
         "optimizers": partial(_restore_optimizers, context),
         "precision": strategy.precision.load_state_dict,
         "gradients": partial(_restore_gradients, context),

@@ -267,7 +267,7 @@ class Trainer(TrainerProperties):
         arguments.check_weights_only(weights_only)
         if model is not self._fitted_module:
             self._forget_fit()
-            self.strategy.load_comm_hook_states([])
+            self.strategy.gradients.load_states([])
         self.state.should_stop = False
         if ckpt_path is None and self.context(model).warn_if_done():
             return

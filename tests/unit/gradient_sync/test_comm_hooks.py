@@ -316,12 +316,12 @@ def test_powersgd_resumes_from_its_state() -> None:
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
         train_steps(strategy, wrapped, range(stop_at), optimizer)
         if stop_at < 8:
-            gathered = strategy.comm_hook_states()
+            gathered = strategy.gradients.gathered_states()
             box = [gathered]
             dist.broadcast_object_list(box)
             strategy.gradients.detach()
             strategy.job.modules.close()
-            strategy.load_comm_hook_states(box[0] if remembers else [])
+            strategy.gradients.load_states(box[0] if remembers else [])
             again = strategy.setup_module(strategy.unwrap_module(wrapped))
             train_steps(strategy, again, range(stop_at, 8), torch.optim.SGD(again.parameters(), lr=0.1))
         return torch.cat([parameter.detach().flatten() for parameter in wrapped.parameters()])
@@ -345,7 +345,7 @@ def test_saved_hook_states_are_plain_and_by_rank(tmp_path: Any) -> None:
 
     def run(strategy: ThreadedStrategy, wrapped: nn.Module) -> Any:
         train_steps(strategy, wrapped, range(4), torch.optim.SGD(wrapped.parameters(), lr=0.1))
-        return strategy.comm_hook_states()
+        return strategy.gradients.gathered_states()
 
     states, nothing = on_ranks(2, run, big_net(), **POWERSGD)
     assert nothing == []
@@ -364,12 +364,12 @@ def test_hook_states_with_another_world_size() -> None:
 
     def run(strategy: ThreadedStrategy, wrapped: nn.Module) -> Any:
         train_steps(strategy, wrapped, range(4), torch.optim.SGD(wrapped.parameters(), lr=0.1))
-        return strategy.comm_hook_states()
+        return strategy.gradients.gathered_states()
 
     states, _ = on_ranks(2, run, big_net(), **POWERSGD)
 
     def go_on(strategy: ThreadedStrategy, wrapped: nn.Module) -> Any:
-        strategy.load_comm_hook_states(states)
+        strategy.gradients.load_states(states)
         return strategy.gradients.own_states()
 
     for [own] in on_ranks(3, go_on, big_net(), **POWERSGD):
