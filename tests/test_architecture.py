@@ -50,6 +50,7 @@ TABLES = {
     "rankwise.loggers": "_HOMES",
     "rankwise.profilers": "_HOMES",
     "rankwise.lightning": "_HOMES",
+    "rankwise.testing": "_HOMES",
     "rankwise.launchers.multiprocess": "PRELOAD",
     "rankwise.process_group.interception": "_INNER_MODULES",
 }

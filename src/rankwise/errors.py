@@ -443,6 +443,8 @@ class WorkerError(RankwiseError, RuntimeError):
         consequences: failures of other ranks that followed from this one, one line each.
         alike: global ranks that failed with the same traceback.
         traceback_text: the worker's own traceback.
+        other_tracebacks: of other ranks, by global rank: how they failed, or where they were stopped.
+        shows_others: whether the text has these too.
     """
 
     global_rank: int
@@ -455,6 +457,8 @@ class WorkerError(RankwiseError, RuntimeError):
     consequences: tuple[str, ...] = ()
     alike: tuple[int, ...] = ()
     traceback_text: str = ""
+    other_tracebacks: Mapping[int, str] = field(default_factory=dict)
+    shows_others: bool = False
 
     def what(self) -> str:
         """Return how the worker failed, as the predicate of a sentence."""
@@ -476,9 +480,12 @@ class WorkerError(RankwiseError, RuntimeError):
         return "".join([facts, ".", *(f"\n        consequence: {line}" for line in self.consequences)])
 
     def appendix(self) -> str:
-        if not self.traceback_text:
-            return ""
-        return f"  --- traceback of global_rank={self.global_rank} ---\n{self.traceback_text}"
+        shown = {self.global_rank: self.traceback_text} if self.traceback_text else {}
+        if self.shows_others:
+            shown |= dict(sorted(self.other_tracebacks.items()))
+        return "\n".join(
+            f"  --- traceback of global_rank={rank} ---\n{text.rstrip()}" for rank, text in shown.items()
+        )
 
 
 class WorkerRaisedError(WorkerError):
@@ -526,7 +533,7 @@ _ONE_SAMPLE = "Expected more than 1 value per channel when training"
 
 
 class WorkerTimedOutError(WorkerRaisedError):
-    """A worker waited too long for others, in a collective or at the rendezvous.
+    """A worker waited too long for others, in a collective or at the rendezvous, or the job took too long.
 
     Attributes:
         missing: global ranks that it waited for.
@@ -538,16 +545,24 @@ class WorkerTimedOutError(WorkerRaisedError):
         "time, raise timeout (for the rendezvous: init_timeout). DDPStrategy(check_collectives=True) names "
         "a collective that one rank calls alone."
     )
+    TIME_LIMIT: ClassVar[str] = "TimeLimit"  # the exception type of a job that took longer than it may
 
     missing: tuple[int, ...] = ()
     last_seen: tuple[str, ...] = ()
 
     def what(self) -> str:
+        if self.exception_type == self.TIME_LIMIT:
+            return f"had not ended {self.exception_message}"
         ranks = ", ".join(str(rank) for rank in self.missing)
         return f"waited too long for {f'global_rank={ranks}' if ranks else 'another rank'}: {super().what()}"
 
     def seen(self) -> str:
         return "".join([super().seen(), *(f"\n        {line}" for line in self.last_seen)])
+
+    def fix(self) -> str:
+        if self.exception_type == self.TIME_LIMIT:
+            return "see on stderr, by the stacks of all ranks, what they were doing; or raise the limit."
+        return super().fix()
 
 
 class WorkerExitedError(WorkerError):

@@ -35,6 +35,7 @@ class FailureCollector:
         self._on_failure = on_failure
         self._records: list[FailureRecord] = []
         self._late: list[FailureRecord] = []
+        self._stopped_at: dict[int, str] = {}  # tracebacks, by global rank
         self._started_s = time.monotonic()
         self._heartbeats: dict[MonitoredRank, Heartbeat] = {}
 
@@ -43,8 +44,11 @@ class FailureCollector:
 
     def add(self, record: FailureRecord) -> None:
         """Add a record; at the first timeout, read all heartbeats."""
-        if record.exception_type == "JobStopped":
-            return  # after STOP; the cause is what made the supervisor send that
+        if (
+            record.exception_type == "JobStopped"
+        ):  # after STOP; the cause is what made the supervisor send that
+            self._stopped_at[record.global_rank] = record.traceback_text
+            return
         if any(record.is_same_failure(other) for other in self._records):
             return  # another node's failure, which several ranks here report
         self._records.append(record)
@@ -75,7 +79,8 @@ class FailureCollector:
         others = [record for record in (*self._records, *self._late) if record is not cause]
         cause = self._of_timeout(cause) if cause.is_timeout else cause
         stopped = [rank for rank in self.stopped if rank != cause.global_rank]  # reported late
-        return cause.to_error(self._started_s, stopped, others)
+        stopped_at = {rank: text for rank, text in self._stopped_at.items() if rank != cause.global_rank}
+        return cause.to_error(self._started_s, stopped, others, stopped_at)
 
     def _of_timeout(self, cause: FailureRecord) -> FailureRecord:
         """Return a timeout's record with the missing ranks, and where each of the other ranks was.

@@ -8,9 +8,9 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, final
 
 from rankwise.errors import (
@@ -80,6 +80,12 @@ class FailureRecord:
         return cls(ranks.global_rank, ranks.local_rank, ranks.node_rank, pid, **facts)
 
     @classmethod
+    def of_timeout(cls, ranks: RankInfo, pid: int, error: Exception) -> FailureRecord:
+        """Describe a limit that the supervisor has seen pass; `ranks` are of a rank that it concerns."""
+        facts = {"exception_type": type(error).__name__, "exception_message": str(error)}
+        return cls.of_rank(ranks, pid, is_timeout=True, **facts)
+
+    @classmethod
     def of_exception(cls, ranks: RankInfo, error: BaseException) -> FailureRecord:
         """Describe an exception that ended this rank's work. Runs on: that rank."""
         return cls.of_rank(ranks, os.getpid(), **_facts_of(error))
@@ -124,9 +130,14 @@ class FailureRecord:
         return f"global_rank {self.global_rank} {how}"
 
     def to_error(
-        self, started_s: float, stopped: Sequence[int], others: Sequence[FailureRecord]
+        self,
+        started_s: float,
+        stopped: Sequence[int],
+        others: Sequence[FailureRecord],
+        stopped_at: Mapping[int, str] = MappingProxyType({}),
     ) -> WorkerError:
-        """Build the exception for the caller."""
+        """Build the exception for the caller; `stopped_at` has the tracebacks of ranks that were stopped."""
+        failed_at = {other.global_rank: other.traceback_text for other in others if other.traceback_text}
         facts: dict[str, Any] = {
             "global_rank": self.global_rank,
             "local_rank": self.local_rank,
@@ -138,6 +149,7 @@ class FailureRecord:
             "consequences": tuple(other.line() for other in others if not self._is_like(other)),
             "alike": tuple(sorted(other.global_rank for other in others if self._is_like(other))),
             "traceback_text": self.traceback_text,
+            "other_tracebacks": {**stopped_at, **failed_at},
         }
         if self.exit_status is None and self.exception_type:
             facts |= {"exception_type": self.exception_type, "exception_message": self.exception_message}

@@ -22,7 +22,7 @@ from rankwise.failures.record import FailureRecord
 from rankwise.launchers.channel import REQUEST_ID_SIZE, FrameReader, Kind, frame, signal_in
 from rankwise.monitoring.heartbeat import HeartbeatReader, MonitoredRank
 from rankwise.monitoring.stacks import STACKS_SIGNAL, dump_stacks
-from rankwise.monitoring.stragglers import LocalStragglerMonitor, StopTimeout, TeardownTimeout
+from rankwise.monitoring.stragglers import JobTimeLimit, LocalStragglerMonitor, StopTimeout, TeardownTimeout
 from rankwise.processes import fork_safety
 from rankwise.processes.event_loop import WRITE, EventLoop
 from rankwise.processes.exit_codes import (
@@ -65,6 +65,7 @@ class SupervisionOptions:
     stall_warning_s: float = 60.0  # in one phase, for a rank that others wait for
     teardown_timeout_s: float | None = None  # also for a checkpoint that is written after STOP
     endpoint: RendezvousEndpoint | None = None  # where the nodes meet; None for a job on one node
+    time_limit_s: float | None = None  # for a job
 
 
 @final
@@ -219,6 +220,7 @@ class Supervisor:
         self._interrupts: list[int] = []  # an item for each Ctrl-C
         self._noticed: list[int] = []  # for each that the main thread has handled, in its loop
         self._stop_request = StopTimeout(self._workers, options.teardown_timeout_s, self._end_by)
+        self._time_limit = JobTimeLimit(self._workers, options.time_limit_s, self._on_rank_timeout)
         self._stopped_by: int | None = None  # the signal for which training has stopped
         self._last_signal: int | None = None
         self._crash: BaseException | None = None
@@ -239,8 +241,9 @@ class Supervisor:
     def start(self) -> None:
         """Begin to watch."""
         self._loop.call_every(self._stalls.interval_s, self._stalls.look)
+        self._loop.call_every(self._time_limit.interval_s, self._time_limit.look)
         if (timeout_s := self._shutdown.options.teardown_timeout_s) is not None:
-            teardown = TeardownTimeout(self._workers, timeout_s, self._on_teardown_timeout)
+            teardown = TeardownTimeout(self._workers, timeout_s, self._on_rank_timeout)
             self._loop.call_every(teardown.interval_s, teardown.look)
             self._loop.call_every(teardown.interval_s, self._stop_request.look)
         for worker in self._workers:
@@ -264,6 +267,7 @@ class Supervisor:
         self._settled.clear()
         self._has_to_exit = until_exit
         self._job += jobs
+        self._time_limit.begin()
         for worker in self._workers:
             is_in_job = bool(jobs) and worker.jobs_done < self._job  # others may have done it already
             if is_in_job and worker.has_ended and not worker.has_failed:
@@ -330,8 +334,7 @@ class Supervisor:
         """Act on Ctrl-C, SIGTERM and SIGHUP at once in the block; then raise the signal's exception, if any.
 
         A rank 0 in this process may be blocked in a collective until its peers have ended. It gets the
-        `KeyboardInterrupt` of a Ctrl-C outside of its loop. Without a rank in this process, `wait_job` raises
-        it.
+        `KeyboardInterrupt` of a Ctrl-C outside of its loop. Without such a rank, `wait_job` raises it.
         """
         self._last_signal = None
         has_rank_here = any(worker.process is None for worker in self._workers)
@@ -569,9 +572,8 @@ class Supervisor:
         else:
             self._stop_all()
 
-    def _on_teardown_timeout(self, witness: MonitoredRank, error: Exception) -> None:
-        facts = {"exception_type": type(error).__name__, "exception_message": str(error)}
-        self._on_failure(FailureRecord.of_rank(witness.ranks, witness.pid, is_timeout=True, **facts))
+    def _on_rank_timeout(self, witness: MonitoredRank, error: Exception) -> None:
+        self._on_failure(FailureRecord.of_timeout(witness.ranks, witness.pid, error))
 
     def _stop_all(self) -> None:
         self._shutdown.begin(self._job)
@@ -596,4 +598,5 @@ class Supervisor:
 
     def _settle(self) -> None:
         self._loop.cancel_deadline()
+        self._time_limit.end()
         self._settled.set()

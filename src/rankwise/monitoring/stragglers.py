@@ -18,8 +18,9 @@ from rankwise.processes.exit_codes import write_stderr
 from rankwise.stores.rendezvous import RankIdentity
 from rankwise.stores.values import decoded
 
-# How many times the ranks are looked at in the time after which one is reported, or that a teardown may take.
-_LOOKS, _TEARDOWN_LOOKS = 4, 8
+# How many times the ranks are looked at in the time after which one is reported, or that a teardown takes,
+# or a job.
+_LOOKS, _TEARDOWN_LOOKS, _LIMIT_LOOKS = 4, 8, 20
 _SHORTEST_S, _LONGEST_S = 0.05, 86400.0
 # What a process has at least to exit: to end threads, run exit hooks and take down the interpreter.
 LEAST_TO_LEAVE_S = 30.0
@@ -204,6 +205,48 @@ class TeardownTimeout:
         limits = {TEARDOWN: self._timeout_s, LEAVING: max(self._timeout_s, LEAST_TO_LEAVE_S)}
         limit_s = limits.get(heartbeat.phase)
         return limit_s is not None and not worker.has_ended and heartbeat.seconds_ago() > limit_s
+
+
+class TimeLimit(Exception):
+    """A job took longer than it may."""
+
+
+@final
+class JobTimeLimit:
+    """Find a job that takes longer than `limit_s`; with None there is no limit.
+
+    `workers` is the supervisor's list, which grows. `on_timeout` is called once, with a rank that has not
+    ended, and the error. Call `look` every `interval_s`.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[MonitoredRank],
+        limit_s: float | None,
+        on_timeout: Callable[[MonitoredRank, Exception], None],
+    ) -> None:
+        self._since_s = math.inf
+        self.interval_s = math.inf if limit_s is None else limit_s / _LIMIT_LOOKS
+        self._workers = workers
+        self._limit_s = limit_s
+        self._on_timeout = on_timeout
+
+    def begin(self) -> None:
+        """Note that the job begins now."""
+        self._since_s = time.monotonic()
+
+    def end(self) -> None:
+        """Note that the job has ended."""
+        self._since_s = math.inf
+
+    def look(self) -> None:
+        """Report a job that has taken too long."""
+        left = [worker for worker in self._workers if not worker.has_ended]
+        if self._limit_s is not None and left and time.monotonic() - self._since_s > self._limit_s:
+            self.end()
+            self._on_timeout(
+                left[0], TimeLimit(f"{self._limit_s:g} s after the job had begun, its time limit")
+            )
 
 
 @final

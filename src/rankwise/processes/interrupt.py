@@ -79,6 +79,7 @@ class Interruptible:
         if self._is_leaving or has_just_raised or self._must_not_raise(interrupted):
             return
         self._raised_s = time.monotonic()
+        __tracebackhide__ = True  # from pytest's reports, which end where the rank was stopped
         raise JobStopped
 
     def _must_not_raise(self, interrupted: FrameType | None) -> bool:

@@ -78,7 +78,11 @@ _PASSED_BY_STRATEGY = ("self", "module", "device_ids", "output_device", "dim", "
 @final
 @dataclass(frozen=True)
 class ProcessConfig:
-    """Which processes a job has, how they are started and how they are stopped."""
+    """Which processes a job has, how they are started and how they are stopped.
+
+    Attributes:
+        time_limit: after how long a job is a failure; its processes are then killed, with their stacks.
+    """
 
     accelerator: str = "auto"
     devices: Devices = "auto"
@@ -90,6 +94,7 @@ class ProcessConfig:
     stall_warning: timedelta = timedelta(minutes=1)
     command: Sequence[str] | None = None
     launcher: Launcher | None = None
+    time_limit: timedelta | None = None
 
     def __post_init__(self) -> None:
         check_accelerator(self.accelerator)
@@ -109,6 +114,7 @@ class ProcessConfig:
             grace_period_s=_check_grace_period(self.grace_period_s),
             stall_warning=_check_timeout("stall_warning", self.stall_warning),
             command=_check_command(self.command),
+            time_limit=None if self.time_limit is None else _check_timeout("time_limit", self.time_limit),
         )
         self._check_launcher()
 

@@ -336,8 +336,18 @@ def launcher_of(placement: Placement, processes: ProcessConfig, group: GroupConf
     is_alone_here = placement.ranks.local_world_size == 1 and not placement.ranks.is_one_node
     is_rank_already = is_alone_here and processes.start_method == "popen"
     if is_rank_already or placement.environment.creates_processes_externally:
+        refuse_time_limit(processes)
         return inline_launcher(placement)
     return _supervised_launcher(placement, processes, group)
+
+
+def refuse_time_limit(processes: ProcessConfig) -> None:
+    """Raise where nothing would keep the limit: no supervisor of ours starts the ranks."""
+    if processes.time_limit is not None:
+        raise ConfigurationError(
+            message=f"time_limit={processes.time_limit} is not possible: no supervisor starts these ranks.",
+            remedy="leave it out, or use a strategy that starts its ranks itself, other than ddp_elastic.",
+        )
 
 
 def check_variables(placement: Placement, group: GroupConfig) -> None:
@@ -361,6 +371,7 @@ def _supervision_options(
         stall_warning_s=processes.stall_warning.total_seconds(),
         teardown_timeout_s=group.timeout.total_seconds(),
         endpoint=endpoint,
+        time_limit_s=None if (limit := processes.time_limit) is None else limit.total_seconds(),
     )
 
 

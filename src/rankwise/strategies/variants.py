@@ -22,7 +22,7 @@ from rankwise.ranks import RankInfo
 from rankwise.strategies.base import Strategy
 from rankwise.strategies.config import RegisteredNames, ddp_names, refuse_keywords
 from rankwise.strategies.ddp import DDPStrategy
-from rankwise.strategies.placement import Placement, check_variables, inline_launcher
+from rankwise.strategies.placement import Placement, check_variables, inline_launcher, refuse_time_limit
 
 _OF_ONE_PROCESS = ("accelerator", "devices", "num_nodes", "cluster_environment", "precision", "checkpoint_io")
 
@@ -116,6 +116,7 @@ class DDPElasticStrategy(DDPStrategy):
                 "torchrun --max-restarts=3 train.py",
             )
         check_variables(placement, self.group_config)
+        refuse_time_limit(self.process_config)
         return ElasticLauncher(
             self.start_method,
             placement.ranks.local_world_size,
@@ -158,6 +159,7 @@ class AutoStrategy(DDPStrategy):
 
     def create_launcher(self, placement: Placement) -> Launcher:
         if self.process_config.launcher is None and placement.ranks.world_size == 1:
+            refuse_time_limit(self.process_config)
             return inline_launcher(placement)
         if can_rerun():
             return super().create_launcher(placement)
