@@ -19,6 +19,7 @@ PACKAGE = DOCS.parent / "src" / "rankwise"
 PICTURE = DOCS / "pictures" / "imports.svg"
 
 SUBJECTS = {
+    "testing": "several ranks in tests",
     "doctor": "diagnoses a job",
     "lightning": "Lightning's names",
     "integrations": "inside other frameworks",

@@ -34,7 +34,8 @@ RankwiseError
 |-- UnevenInputsError (RuntimeError)        ranks have different numbers of batches
 |-- NonFiniteLossError (FloatingPointError) a loss or gradient is infinite or NaN
 |-- UnusedParametersError (RuntimeError)    parameters had no part in the loss
-`-- CheckpointError (RuntimeError)          a checkpoint could not be written or read
+|-- CheckpointError (RuntimeError)          a checkpoint could not be written or read
+`-- ContractError (AssertionError)          an extension breaks rules that rankwise.testing checks
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ __all__ = [
     "CheckpointError",
     "CollectiveMismatchError",
     "ConfigurationError",
+    "ContractError",
     "DuplicateNameError",
     "EnvironmentVariableError",
     "InvalidArgumentError",
@@ -873,3 +875,17 @@ class CheckpointError(RankwiseError, RuntimeError):
     path: str
     problem: str
     remedy: str = ""
+
+
+class ContractError(RankwiseError, AssertionError):
+    """`subject` breaks rules that every extension of its kind has to keep: `problems` has a line for each."""
+
+    subject: str
+    problems: tuple[str, ...]
+
+    def summary(self) -> str:
+        rules = "1 rule" if len(self.problems) == 1 else f"{len(self.problems)} rules"
+        return f"{self.subject} breaks {rules} of its contract."
+
+    def seen(self) -> str:
+        return "\n        ".join(self.problems)

@@ -1,9 +1,7 @@
 """Every environment keeps the same contract: typed facts from variables, or an error that names them."""
 
-import itertools
-from collections import Counter
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -25,15 +23,15 @@ from rankwise.environments import (
 )
 from rankwise.environments.detect import ENVIRONMENT_VARIABLE, environment_names
 from rankwise.errors import (
+    ContractError,
     EnvironmentVariableError,
     InvalidTypeError,
-    RankwiseError,
     UnknownNameError,
     WorldSizeMismatchError,
 )
 from rankwise.ranks import RankInfo, rank_zero_only
 from rankwise.strategies import DDPStrategy, SingleDeviceStrategy
-from tests.fuzz.inputs import NO_NUMBERS
+from rankwise.testing import check_environment
 
 Variables = Mapping[str, str]
 
@@ -180,19 +178,6 @@ NUMBERS: dict[type[ClusterEnvironment], tuple[str, ...]] = {
     OwnEnvironment: ("OWN_RANK", "OWN_SIZE", "OWN_LOCAL_RANK", "OWN_LOCAL_SIZE"),
 }
 
-environments = pytest.mark.parametrize("cls", list(GOOD), ids=lambda cls: cls.name)
-each_number = pytest.mark.parametrize(
-    ("cls", "variable"),
-    [(cls, variable) for cls, names in NUMBERS.items() for variable in names],
-    ids=lambda value: value if isinstance(value, str) else value.name,
-)
-
-
-@environments
-def test_a_good_set_is_detected(cls: type[ClusterEnvironment]) -> None:
-    """A complete, consistent set of variables is detected as this environment."""
-    assert cls.detect(GOOD[cls]) is True
-
 
 @pytest.mark.parametrize(
     ("cls", "expected"),
@@ -209,16 +194,37 @@ def test_a_good_set_is_detected(cls: type[ClusterEnvironment]) -> None:
         (OwnNodes, RankInfo(1, 0, 1, 2, 1, 2)),
         (PlainEnvironment, RankInfo(1, 1, 0, 2, 2, 1)),
         (OwnEnvironment, RankInfo(3, 1, 1, 4, 2, 2)),
-        (LocalEnvironment, RankInfo(0, 0, 0, 1, 1, 1)),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_ranks(cls: type[ClusterEnvironment], expected: RankInfo) -> None:
-    """The facts of a consistent set, one by one and all at once."""
-    environment = cls(GOOD.get(cls, {}))
-    assert environment.ranks == expected
-    for fact in ("global_rank", "local_rank", "node_rank", "world_size", "local_world_size", "num_nodes"):
-        assert getattr(environment, fact) == getattr(expected, fact)
+def test_contract(cls: type[ClusterEnvironment], expected: RankInfo) -> None:
+    """The environment keeps the rules that other people's environments are checked for."""
+    check_environment(cls, GOOD[cls], expected, NUMBERS[cls])
+
+
+def test_local_ranks() -> None:
+    """Without a launcher a process is alone."""
+    assert LocalEnvironment({}).ranks == RankInfo(0, 0, 0, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"variables": {}}, "the ranks are right"),
+        ({"name": ""}, "it has a name: name is empty"),
+        ({"global_rank": 0}, "the ranks are right"),
+        ({"detect": classmethod(lambda cls, environ=None: True)}, "is refused by an error that names it"),
+        ({"seen": lambda self: dict(self._environ)}, "and nobody else's"),
+        ({"main_port": 5}, "OWN_PORT='x' is refused by an error that names it"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_broken_contract(changes: dict[str, Any], problem: str) -> None:
+    """A rule that an environment breaks is a line of the error."""
+    broken: Any = type("Broken", (OwnEnvironment,), changes)
+    with pytest.raises(ContractError) as caught:
+        check_environment(broken, OWN, RankInfo(3, 1, 1, 4, 2, 2))
+    assert problem in str(caught.value)
 
 
 def test_own_environment_of_nodes() -> None:
@@ -250,57 +256,6 @@ def test_the_meeting_place(cls: type[ClusterEnvironment], address: tuple[str, in
     """Address and port come from their variables."""
     environment = cls(GOOD[cls])
     assert (environment.main_address, environment.main_port) == address
-
-
-@environments
-def test_an_empty_environment_is_not_it(cls: type[ClusterEnvironment]) -> None:
-    """With no variable set nothing is detected, and the result names all required variables."""
-    assert cls.detect({}) is False
-    assert set(cls.missing({})) >= set(cls.variables.values())
-
-
-@environments
-def test_any_one_missing_is_no_silent_job_of_one(cls: type[ClusterEnvironment]) -> None:
-    """With one variable missing there is an error that names it if a marker is set; otherwise no match."""
-    for name in GOOD[cls]:
-        holed = {key: value for key, value in GOOD[cls].items() if key != name}
-        if cls.detected_markers(holed):
-            with pytest.raises(EnvironmentVariableError, match=f"{name} is not set"):
-                cls.detect(holed)
-        else:
-            assert cls.detect(holed) is False
-
-
-@environments
-def test_blank_is_not_set(cls: type[ClusterEnvironment]) -> None:
-    """A variable of nothing but blanks counts as missing, marker or not."""
-    for name, blank in itertools.product(GOOD[cls], ["", "  ", "\t\n"]):
-        set_to_blank = {**GOOD[cls], name: blank}
-        if cls.detected_markers(set_to_blank):
-            with pytest.raises(EnvironmentVariableError, match=f"{name} is not set"):
-                cls.detect(set_to_blank)
-        else:
-            assert cls.detect(set_to_blank) is False
-
-
-@each_number
-def test_hostile_numbers_are_refused(cls: type[ClusterEnvironment], variable: str) -> None:
-    """Text that is no plain number is an error that names this variable and its text only."""
-    for text in NO_NUMBERS:
-        with pytest.raises(EnvironmentVariableError) as caught:
-            cls.detect({**GOOD[cls], variable: text})
-        assert variable in str(caught.value)
-        assert caught.value.environment == cls.name
-        assert text.strip() in caught.value.variables.values()
-
-
-@environments
-def test_hostile_ports_are_refused(cls: type[ClusterEnvironment]) -> None:
-    """An invalid port is an error that names its variable."""
-    variable = cls.variables.get("main_port", "MASTER_PORT")
-    for port in ("0", "65536", "-1", "x", "80.0", "9" * 30):
-        with pytest.raises(EnvironmentVariableError, match=variable):
-            cls({**GOOD[cls], variable: port}).main_port  # noqa: B018 -- the property raises
 
 
 @pytest.mark.parametrize(
@@ -335,48 +290,6 @@ def test_contradictions_are_refused(cls: type[ClusterEnvironment], changes: Vari
     for name, value in changes.items():
         assert name in str(caught.value)
         assert value in str(caught.value)
-
-
-def test_nothing_but_our_own_errors() -> None:
-    """However two variables are damaged, only rankwise's own errors are raised."""
-    seen = Counter[str]()
-    damages = ("", "x", "-1", "0", "7", "99999999999999999999999", "\u0661")
-    for cls, numbers in NUMBERS.items():
-        for first, second in itertools.combinations(numbers, 2):
-            for one, two in itertools.product(damages, repeat=2):
-                try:
-                    cls.detect({**GOOD[cls], first: one, second: two})
-                except RankwiseError:
-                    seen["refused"] += 1
-                else:
-                    seen["accepted"] += 1
-    assert seen["refused"] > seen["accepted"] > 0
-
-
-@environments
-def test_reading_changes_nothing(cls: type[ClusterEnvironment]) -> None:
-    """Reading does not change the mapping, and later changes to it do not reach the environment."""
-    variables = dict(GOOD[cls])
-    environment = cls(variables)
-    assert variables == GOOD[cls]
-    variables[cls.variables.get("global_rank", cls.variables.get("node_rank", ""))] = "0"
-    assert environment.global_rank != 0
-
-
-@environments
-def test_its_repr_says_what_it_read(cls: type[ClusterEnvironment]) -> None:
-    """The repr holds the class and each variable with its value."""
-    text = repr(cls(GOOD[cls]))
-    assert text.startswith(cls.__name__)
-    assert all(f"{name}={value}" in text for name, value in GOOD[cls].items())
-
-
-@environments
-def test_unrelated_variables_are_not_shown(cls: type[ClusterEnvironment]) -> None:
-    """Messages hold this environment's variables only: others may be secrets."""
-    environment = cls({**GOOD[cls], "AWS_SECRET": "hush"})
-    assert "hush" not in repr(environment)
-    assert set(environment.seen()) == set(GOOD[cls])
 
 
 # ---------------------------------------------------------------------- detection

@@ -1,8 +1,9 @@
 """Every registered strategy keeps the same contract, on two ranks (`single_device`: on one)."""
 
+import json
 import pickle
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,8 +24,8 @@ from rankwise.errors import (
 from rankwise.precision import MixedPrecision
 from rankwise.registry import StrategyRegistry
 from rankwise.strategies import AutoStrategy, DDPStrategy, SingleDeviceStrategy, Strategy
-from tests.contract.lives import fit_with_two_trainers, life_of
-from tests.contract.rules import Facts, facts_of, trained_alone
+from rankwise.testing import check_strategy
+from tests.contract.lives import fit_with_two_trainers
 from tests.helpers.scripts import ScriptRunner
 from tests.helpers.shared import SharedValues
 from tests.process.helpers import with_tests
@@ -34,65 +35,44 @@ RERUN = ("ddp", "ddp_find_unused_parameters_false", "ddp_find_unused_parameters_
 
 # All strategies that re-run the script, in one script: each of its jobs uses the same two processes.
 SCRIPT = """
-    import sys
-    import torch
+    import json, sys
     from rankwise.registry import StrategyRegistry
-    from tests.contract.lives import life_of
-    from tests.contract.rules import facts_of
+    from rankwise.testing import check_strategy
+    from tests.contract.lives import fit_with_two_trainers
 
-    facts, lives = {}, {}
-    for name in sys.argv[2:]:
+    lives = {}
+    for name in sys.argv[1:]:
         strategy = StrategyRegistry.create(name, accelerator="cpu", devices=2)
-        strategy.launch(facts_of, sys.argv[1])
-        facts[name] = strategy.results
-        lives[name] = life_of(name, 2)
-    if strategy.is_global_zero:
-        torch.save((facts, lives), f"{sys.argv[1]}/results.pt")
+        check_strategy(strategy, timeout=40)
+        lives[name] = fit_with_two_trainers(strategy, 2)
+    if strategy.with_().bind().global_rank == 0:
+        print(json.dumps(lives))
 """
 
-Life = tuple[list[list[Any]], list[Any]]
-
-
-class _Results:
-    """The facts and the lives of every strategy, collected when they are first asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._scripts: SharedValues[tuple[dict[str, dict[int, Facts]], dict[str, Life]]] = SharedValues()
-        self._facts: SharedValues[dict[int, Facts]] = SharedValues()
-        self._lives: SharedValues[Life] = SharedValues()
-
-    def facts_of(self, name: str) -> dict[int, Facts]:
-        """Return what each rank has found out."""
-        if name in RERUN:
-            return self._scripts.get(RERUN, self._rerun)[0][name]
-        return self._facts.get(name, lambda: self._launch(name))
-
-    def life_of(self, name: str) -> Life:
-        """Return the results of two launches and of two Trainers with one strategy."""
-        if name in RERUN:
-            return self._scripts.get(RERUN, self._rerun)[1][name]
-        return self._lives.get(name, lambda: life_of(name, _size(name)))
-
-    def _rerun(self) -> tuple[dict[str, dict[int, Facts]], dict[str, Life]]:
-        result = ScriptRunner(self._folder)(SCRIPT, str(self._folder), *RERUN, env=with_tests(), siblings=1)
-        assert result.returncode == 0, result
-        found: tuple[Any, Any] = torch.load(self._folder / "results.pt", weights_only=False)
-        return found
-
-    def _launch(self, name: str) -> dict[int, Facts]:
-        strategy = StrategyRegistry.create(name, accelerator="cpu", devices=_size(name))
-        strategy.launch(facts_of, str(self._folder))
-        return cast(dict[int, Facts], strategy.results)
+Life = list[tuple[int, list[float]]]
 
 
 def _size(name: str) -> int:
     return 1 if name == "single_device" else 2
 
 
+def _created(name: str) -> Strategy:
+    return StrategyRegistry.create(name, accelerator="cpu", devices=_size(name))
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> _Results:
-    return _Results(tmp_path_factory.mktemp("contract"))
+def rerun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[str, Life]]:
+    """Return a function that checks the strategies of scripts, once, and returns what two Trainers gave."""
+    shared: SharedValues[dict[str, Life]] = SharedValues()
+
+    def run() -> dict[str, Life]:
+        run_script = ScriptRunner(tmp_path_factory.mktemp("contract"))
+        result = run_script(SCRIPT, *RERUN, env=with_tests(), siblings=1)
+        assert result.returncode == 0, result
+        lives: dict[str, Life] = json.loads(result.stdout)
+        return lives
+
+    return lambda: shared.get(RERUN, run)
 
 
 # Ranks that are no forks import torch, which takes seconds; the last ones differ as others do.
@@ -114,197 +94,13 @@ LAUNCHED = _in_tiers(soak=SLOW)
 LAUNCHED_TWICE = _in_tiers(soak=(*SLOW, "ddp_spawn", "ddp_elastic"))
 
 
-@pytest.fixture(scope="module", params=LAUNCHED)
-def name(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def size(name: str) -> int:
-    return _size(name)
-
-
-@pytest.fixture
-def ranks(name: str, size: int, results: _Results) -> list[Facts]:
-    """Return each rank's facts, in rank order."""
-    found = results.facts_of(name)
-    assert sorted(found) == list(range(size))
-    return [found[rank] for rank in range(size)]
-
-
-@pytest.fixture
-def total(size: int) -> float:
-    """The sum of rank + 1 over the ranks."""
-    return float(sum(range(1, size + 1)))
-
-
-def test_places(ranks: list[Facts], size: int) -> None:
-    """Ranks and world size are right, and the sampler's arguments follow them."""
-    for rank, facts in enumerate(ranks):
-        assert (facts["ranks"].global_rank, facts["ranks"].local_rank, facts["ranks"].world_size) == (
-            rank,
-            rank,
-            size,
-        )
-        assert facts["is_global_zero"] is (rank == 0)
-        assert facts["sampler"] == {"num_replicas": size, "rank": rank}
-
-
-def test_reductions(ranks: list[Facts], size: int, total: float) -> None:
-    """Each operation of `all_reduce`, by its name in any case, on every rank."""
-    mean = [total / size, 2.0]
-    expected = {
-        "sum": [total, 2.0 * size],
-        "SUM": [total, 2.0 * size],
-        "mean": mean,
-        "avg": mean,
-        "min": [1.0, 2.0],
-        "max": [float(size), 2.0],
-        "product": [float(size), 2.0**size],  # 1 * 2, 2 * 2
-    }
-    for facts in ranks:
-        assert facts["reduced"] == expected
-        assert facts["reduced_default"] == mean
-
-
-def test_reductions_leave_their_input(ranks: list[Facts]) -> None:
-    """The input tensor is not changed."""
-    assert [facts["input_after"] for facts in ranks] == [[rank + 1.0, 2.0] for rank in range(len(ranks))]
-
-
-def test_the_mean_of_integers_is_a_fraction(ranks: list[Facts], size: int, total: float) -> None:
-    """The mean of whole numbers is not rounded; their sum stays whole."""
-    for facts in ranks:
-        assert facts["integers"] == [(size - 1) / 2, 3.0]
-        assert facts["integer_sum"] == int(total)
-        assert facts["integer_sum"].dtype == torch.int64
-
-
-def test_reduced_precision_is_kept(ranks: list[Facts]) -> None:
-    """A bfloat16 tensor gives a bfloat16 result."""
-    for facts in ranks:
-        assert facts["half"].dtype == torch.bfloat16
-        assert facts["half"].tolist() == [0.5, 1.5]
-
-
-def test_what_is_no_tensor_comes_back(ranks: list[Facts]) -> None:
-    """`all_reduce` returns any other value unchanged."""
-    assert all(facts["non_tensors"] == [3, "text", None, [1]] for facts in ranks)
-
-
-def test_an_unknown_operation_is_refused(ranks: list[Facts]) -> None:
-    """An unknown operation is an `UnknownNameError`, on one process too."""
-    assert all("UnknownNameError" in facts["bad_operation"] for facts in ranks)
-
-
-def test_gathering(ranks: list[Facts], size: int) -> None:
-    """`all_gather` stacks in rank order; with one process it is the identity."""
-    expected = [[[rank + 1.0, 5.0]] for rank in range(size)] if size > 1 else [[1.0, 5.0]]
-    assert all(facts["gathered"] == expected for facts in ranks)
-
-
-def test_gradients_flow_through_gathering(ranks: list[Facts], size: int) -> None:
-    """With `sync_grads` each rank's slice gets the gradient of every rank's use of it."""
-    assert [facts["gathered_gradient"] for facts in ranks] == [[size * (rank + 1.0)] for rank in range(size)]
-
-
-def test_gathering_objects(ranks: list[Facts], size: int) -> None:
-    """Anything picklable is gathered in rank order."""
-    assert all(facts["gathered_objects"] == [{"rank": rank} for rank in range(size)] for facts in ranks)
-
-
-def test_a_barrier_waits(ranks: list[Facts]) -> None:
-    """No rank passes the barrier before the slowest has reached it."""
-    assert min(facts["passed_s"] for facts in ranks) >= max(facts["came_s"] for facts in ranks)
-
-
-def test_broadcasting(ranks: list[Facts], size: int) -> None:
-    """Every rank gets the source's value; a source that does not exist is refused."""
-    for facts in ranks:
-        assert facts["broadcast"] == {"from": 0}
-        assert facts["broadcast_last"] == ["from", size - 1]
-        assert "InvalidArgumentError" in facts["broadcast_bad"]
-
-
-def test_decisions(ranks: list[Facts], size: int) -> None:
-    """A decision of all, or of any, is the same on every rank, and a plain bool."""
-    expected = {
-        "all yes": True,
-        "all no": False,
-        "zero only, all": size == 1,
-        "zero only, any": True,
-        "last only, any": True,
-        "none, any": False,
-    }
-    for facts in ranks:
-        assert facts["decisions"] == expected
-        assert {type(value) for value in facts["decisions"].values()} == {bool}
-
-
-def test_wrapping(ranks: list[Facts], size: int) -> None:
-    """A module that trains is wrapped in DDP where there are several ranks; unwrapping gives it back."""
-    for facts in ranks:
-        assert facts["is_wrapped"] is (size > 1)
-        assert facts["unwrapped_is_own"]
-
-
-def test_a_frozen_module_is_not_wrapped(ranks: list[Facts]) -> None:
-    """A module without trainable parameters is returned unwrapped, and `no_backward_sync` accepts it."""
-    for facts in ranks:
-        assert facts["frozen_is_unwrapped"]
-        assert facts["no_sync_of_frozen"] == ""
-
-
-def test_parameters_start_as_rank_zeros(ranks: list[Facts]) -> None:
-    """After `setup_module` every rank has rank 0's weights."""
-    assert all(facts["bias"] == [0.0, 0.0] for facts in ranks)
-
-
-def test_state_has_no_prefix(ranks: list[Facts]) -> None:
-    """The keys of a state dict are the module's own, and loading writes into it."""
-    for facts in ranks:
-        assert facts["keys"] == facts["own_keys"]
-        assert "module.first.weight" not in facts["keys"]
-        assert facts["loaded"] == 0.0
-
-
-def test_other_methods_go_through_the_wrapper(ranks: list[Facts]) -> None:
-    """`call_method` runs as the wrapper's forward pass: the gradients are averaged, `forward` is back."""
-    assert all(facts["forward_is_restored"] for facts in ranks)
-    assert ranks[0]["gradient"] is not None
-    for facts in ranks[1:]:
-        assert facts["gradient"] == ranks[0]["gradient"]
-
-
-def test_no_backward_sync_needs_the_wrapped_module(ranks: list[Facts], size: int) -> None:
-    """With DDP, `no_backward_sync` of the unwrapped module is a TypeError."""
-    assert all(("TypeError" in facts["no_sync_of_own"]) is (size > 1) for facts in ranks)
-
-
-def test_one_reduction_in_four(ranks: list[Facts], size: int) -> None:
-    """Under `no_backward_sync` three of four microbatches reduce nothing."""
-    expected = [0, 0, 0, 1, 1, 1, 1, 2] if size > 1 else [0] * 8
-    assert all(facts["reductions"] == expected for facts in ranks)
-
-
-def test_checkpoints(ranks: list[Facts]) -> None:
-    """Rank 0's checkpoint is what every rank reads; one that cannot be written is an error on all."""
-    for facts in ranks:
-        assert facts["checkpoint"] == (0, [0, 1, 2])
-        assert "CheckpointError" in facts["bad_checkpoint"]
-
-
-def test_batches_keep_their_shape(ranks: list[Facts]) -> None:
-    """`batch_to_device` keeps nested containers, named tuples and values that are no tensors."""
-    assert all(facts["batch"] for facts in ranks)
-
-
-@pytest.mark.parametrize("kind", ["trained", "accumulated"])
-def test_training_equals_one_process(kind: str, ranks: list[Facts]) -> None:
-    """After 20 steps on the same global batches, split evenly, the weights are one process's to 1e-6."""
-    for facts in ranks:
-        for key, expected in trained_alone().items():
-            torch.testing.assert_close(facts[kind][key], expected, rtol=0, atol=1e-6)
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_contract(name: str, rerun: Callable[[], dict[str, Life]]) -> None:
+    """The strategy keeps the rules that other people's strategies are checked for."""
+    if name in RERUN:
+        assert name in rerun()
+    else:
+        check_strategy(_created(name))
 
 
 # ---------------------------------------------------------------------- a strategy's life
@@ -432,19 +228,11 @@ def test_auto_shows_the_start_method_that_it_uses(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("each", LAUNCHED_TWICE)
-def test_launching_twice(each: str, results: _Results) -> None:
-    """Both launches run on every rank, with gradients that are averaged."""
-    mean = 1.5 if _size(each) == 2 else 1.0
-    assert results.life_of(each)[0] == [
-        [(number, rank, mean) for rank in range(_size(each))] for number in range(2)
-    ]
-
-
-@pytest.mark.parametrize("each", LAUNCHED_TWICE)
-def test_one_strategy_for_two_trainers(each: str, results: _Results) -> None:
+def test_one_strategy_for_two_trainers(each: str, rerun: Callable[[], dict[str, Life]]) -> None:
     """Two Trainers fit with one instance, one after the other, to the weights of one process."""
+    life = rerun()[each] if each in RERUN else fit_with_two_trainers(_created(each), _size(each))
     single = fit_with_two_trainers(SingleDeviceStrategy(), 1)
-    for (world_size, weights), (_, expected) in zip(results.life_of(each)[1], single, strict=True):
+    for (world_size, weights), (_, expected) in zip(life, single, strict=True):
         assert world_size == _size(each)
         torch.testing.assert_close(torch.tensor(weights), torch.tensor(expected), rtol=0, atol=1e-6)
 
@@ -511,26 +299,44 @@ def test_unused_parameters_are_an_error_otherwise(name: str) -> None:
         StrategyRegistry.create(name, accelerator="cpu", devices=2).launch(train_half)
 
 
-def zero_state(strategy: Strategy) -> tuple[int, list[int]]:
+@pytest.mark.distributed
+def test_a_sharded_optimizer_is_consolidated(rank_strategy: DDPStrategy) -> None:
+    """Rank 0's state of a `ZeroRedundancyOptimizer` is whole; the others' is empty."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, about torch.jit
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    wrapped = strategy.setup_module(nn.Linear(3, 3))
+    wrapped = rank_strategy.setup_module(nn.Linear(3, 3))
     optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.Adam, lr=0.1)
     wrapped(torch.ones(1, 3)).sum().backward()
-    strategy.optimizer_step(optimizer)
-    state = strategy.get_optimizer_state(optimizer)
-    return len(state.get("state", {})), strategy.all_gather_object(len(state))
+    rank_strategy.optimizer_step(optimizer)
+    state = rank_strategy.get_optimizer_state(optimizer)
+    if rank_strategy.is_global_zero:
+        assert len(state["state"]) == 2
+    else:
+        assert state == {}
 
 
-def test_a_sharded_optimizer_is_consolidated() -> None:
-    """Rank 0's state of a `ZeroRedundancyOptimizer` is whole; the others' is empty."""
-    strategy = StrategyRegistry.create("ddp_fork", accelerator="cpu", devices=2)
-    entries, lengths = strategy.launch(zero_state)
-    assert entries == 2
-    assert lengths[0] > 0
-    assert lengths[1] == 0
+@pytest.mark.distributed
+def test_one_reduction_in_four(rank_strategy: DDPStrategy) -> None:
+    """Under `no_backward_sync` three of four microbatches reduce nothing."""
+    reduced: list[int] = []
+
+    def count(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        reduced.append(bucket.index())
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    count.__annotations__.clear()  # torch would compare their text with its classes
+    wrapped: Any = rank_strategy.setup_module(nn.Linear(2, 2))
+    wrapped.register_comm_hook(None, count)
+    counts = []
+    for microbatch in range(8):
+        with rank_strategy.no_backward_sync(wrapped, enabled=(microbatch + 1) % 4 != 0):
+            rank_strategy.backward(wrapped(torch.ones(1, 2)).sum())
+        counts.append(len(reduced))
+    assert counts == [0, 0, 0, 1, 1, 1, 1, 2]
 
 
 def closure_value(strategy: Strategy) -> tuple[float, float]:

@@ -14,31 +14,13 @@ from typing import Any
 import torch
 
 from rankwise.errors import RankwiseError
+from rankwise.testing.environments import NO_NUMBERS
 
 MEMORY_BYTES = 1 << 30  # that a test may use more than before, far below what inputs claim
 CPU_S = 10.0  # of one input, in this thread
 LONGEST_TEXT = 1 << 20
 NO_MEMORY = ("MemoryError", "allocate memory", "bad_alloc")
 
-NO_NUMBERS = (
-    "x",
-    "-1",
-    "+1",
-    "1.0",
-    "1e3",
-    "0x1",
-    "1_0",
-    "1 2",
-    "\u0661",  # ARABIC-INDIC DIGIT ONE
-    "\u00b2",  # SUPERSCRIPT TWO
-    "99999999999999999999999",
-    "9" * 5000,
-    "nan",
-    "None",
-    "${RANK}",
-    "\x00",
-)
-"""What no variable for a rank or a size may have."""
 ODD_TEXTS = (
     *NO_NUMBERS,
     *("", " ", "0", "1", "2", "007", "true", "\n", "1\n"),

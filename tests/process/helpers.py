@@ -23,6 +23,14 @@ METHODS = ("spawn", "fork", "forkserver")
 """The start methods that start their processes from the calling one, whatever that is."""
 RENDEZVOUS = ("private", "tcp")
 WORLD = 2
+PYTEST = """
+    import sys
+    import pytest
+
+    options = ["-p", "no:cacheprovider", "-p", "rankwise.testing.plugin", "-p", "no:xdist", "-c", "/dev/null"]
+    sys.exit(pytest.main([*options, "--rootdir", ".", "-rA", *sys.argv[1:]]))
+"""
+"""A program that runs pytest, with rankwise's plug-in alone, on the files of its command line."""
 
 
 def ddp(start_method: str, rendezvous: str = "private", **arguments: Any) -> DDPStrategy:

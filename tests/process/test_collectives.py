@@ -12,6 +12,7 @@ from rankwise import TrainingModule
 from rankwise.errors import ConfigurationError, WorkerRaisedError
 from rankwise.ranks import RankInfo
 from rankwise.strategies import DDPStrategy
+from rankwise.testing import run_distributed
 from tests.helpers.shared import computed_once
 from tests.process.collective_tasks import (
     DTYPES,
@@ -32,9 +33,7 @@ from tests.process.training_tasks import quiet_trainer
 @computed_once
 def ranks() -> list[dict[str, Any]]:
     """Return what each rank found in every scenario, by one launch for all tests here."""
-    strategy = ddp("fork", devices=WORLD)
-    strategy.launch(all_scenarios)
-    return [strategy.results[rank] for rank in range(WORLD)]
+    return run_distributed(all_scenarios, world_size=WORLD)
 
 
 def test_all_reduce(ranks: list[dict[str, Any]]) -> None:

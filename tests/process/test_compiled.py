@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankwise import SingleDeviceStrategy, Strategy
 from rankwise.errors import InvalidTypeError
-from tests.process.helpers import ddp
+from rankwise.testing import run_distributed
 from tests.process.training_tasks import FEATURES, Regression, loader, quiet_trainer
 
 HAS_COMPILER = any(shutil.which(name) for name in ("cc", "gcc", "g++", "clang"))
@@ -67,13 +67,12 @@ def check(plain: dict[str, Any], compiled: dict[str, Any]) -> None:
 @pytest.mark.quick
 def test_compiled_within_the_wrapper() -> None:
     """A module from torch.compile is compiled within its wrapper: two ranks train as with a plain one."""
-    strategy = ddp("fork")
-    strategy.launch(compare, "own")
-    for plain, compiled in strategy.results.values():
+    ranks = run_distributed(compare, "own")
+    for plain, compiled in ranks:
         check(plain, compiled)
         assert compiled["is_ddp"]
         assert compiled["graphs"] > 0
-    first, second = (results[1]["weights"] for results in strategy.results.values())
+    first, second = (compiled["weights"] for _, compiled in ranks)
     assert torch.equal(first, second)
 
 
@@ -92,9 +91,7 @@ def test_one_device() -> None:
 def test_the_default_back_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same with torch's own code generator, which leaves thread pools open."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # nothing is compiled beforehand
-    strategy = ddp("fork")
-    strategy.launch(compare, "inductor")
-    for plain, compiled in strategy.results.values():
+    for plain, compiled in run_distributed(compare, "inductor", timeout=600):
         check(plain, compiled)
 
 

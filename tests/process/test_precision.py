@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from rankwise import DDPStrategy
 from rankwise.errors import WorkerRaisedError
 from rankwise.precision import MasterWeightsPrecision, MixedPrecision, Precision, create_precision
+from rankwise.testing import run_distributed
 from tests.helpers.shared import computed_once
-from tests.process.helpers import ddp
 from tests.process.training_tasks import Regression, loader, quiet_trainer
 
 NAMES = ("32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "16-master", "bf16-master")
@@ -71,9 +71,7 @@ def train_in_all(strategy: DDPStrategy) -> dict[str, Any]:
 @computed_once
 def by_rank() -> list[dict[str, Any]]:
     """Return what each of two ranks recorded, by precision."""
-    strategy = ddp("fork")
-    strategy.launch(train_in_all)
-    return [strategy.results[rank] for rank in range(2)]
+    return run_distributed(train_in_all)
 
 
 def check(one: dict[str, Any], other: dict[str, Any], *, is_scaled: bool) -> None:

@@ -21,6 +21,7 @@ from rankwise.errors import (
 from rankwise.strategies import DDPStrategy, Strategy
 from rankwise.testing import run_distributed
 from tests.helpers.scripts import ScriptRunner
+from tests.process.helpers import PYTEST
 
 TESTS = Path(__file__).with_name("distributed_cases.py")
 
@@ -152,15 +153,6 @@ def test_marked_with_parameters(number: int) -> None:
 def test_marked_and_expected_to_fail() -> None:
     """The exception of a rank is the test's."""
     1 / dist.get_rank()
-
-
-PYTEST = """
-    import sys
-    import pytest
-
-    options = ["-p", "no:cacheprovider", "-p", "rankwise.testing.plugin", "-p", "no:xdist", "-c", "/dev/null"]
-    sys.exit(pytest.main([*options, "--rootdir", ".", "-rA", *sys.argv[1:]]))
-"""
 
 
 @pytest.mark.quick

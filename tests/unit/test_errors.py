@@ -296,6 +296,11 @@ CASES = [
         RuntimeError,
         "Checkpoint 'last.ckpt': it ends early.\n  Fix: use another.",
     ),
+    Case(
+        lambda: errors.ContractError(subject="MyStrategy", problems=("barrier waits: no", "it pickles: no")),
+        AssertionError,
+        "MyStrategy breaks 2 rules of its contract.\n  Seen: barrier waits: no\n        it pickles: no",
+    ),
 ]
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls.__name__)
 

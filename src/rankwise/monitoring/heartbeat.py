@@ -9,7 +9,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, final
@@ -38,6 +38,9 @@ TEARDOWN = "teardown"
 
 LEAVING = "leaving"
 """The phase of a process that was started for one job and exits: its threads and exit hooks end."""
+
+on_phase: Callable[[int, str], None] | None = None
+"""Called with the step and the phase that this rank begins; for tests, which let it fail there."""
 
 _page: mmap.mmap | None = None
 _current: tuple[int, bool, str] = (-1, False, "")
@@ -81,6 +84,8 @@ def report_phase(phase: str, *, step: int | None = None, waits: bool = False) ->
     number = _current[0] if step is None else step
     _current = (number, waits, phase)
     _RECORD.pack_into(_page, 0, number, time.monotonic(), waits, phase.encode("utf-8", "replace"))
+    if on_phase is not None:
+        on_phase(number, phase)
 
 
 def report_saving(is_saving: bool) -> None:

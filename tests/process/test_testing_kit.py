@@ -1,0 +1,279 @@
+"""`rankwise.testing`: what the contract suites find, and faults that are injected."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rankwise import Trainer
+from rankwise.checkpoint import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
+from rankwise.errors import (
+    ConfigurationError,
+    ContractError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    WorkerExitedError,
+    WorkerKilledError,
+    WorkerRaisedError,
+    WorkerTimedOutError,
+)
+from rankwise.launchers.context import CallerLauncher, RankRun, WorkerContext
+from rankwise.ranks import RankInfo
+from rankwise.strategies import DDPForkStrategy, Strategy
+from rankwise.testing import (
+    Fault,
+    check_checkpoint_io,
+    check_launcher,
+    check_strategy,
+    inject_faults,
+    run_distributed,
+)
+from tests.process.helpers import ddp
+from tests.process.training_tasks import Regression, loader
+
+# ---------------------------------------------------------------------- strategies
+
+
+class SummedByDefault(DDPForkStrategy):
+    """Does not average what it reduces by default."""
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "sum") -> Any:
+        return super().all_reduce(tensor, group, reduce_op)
+
+
+class ApartAtTheEnd(DDPForkStrategy):
+    """Lets its ranks end with different weights."""
+
+    def end_training(self) -> None:
+        super().end_training()
+        for module in self.trained:
+            with torch.no_grad():
+                module.second.bias += self.global_rank
+
+    @property
+    def trained(self) -> list[Any]:
+        """The modules that were prepared."""
+        return vars(self).setdefault("_trained", [])  # type: ignore[no-any-return]
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        if any(name == "second" for name, _ in module.named_children()):
+            self.trained[:] = [module]
+        return super().setup_module(module)
+
+
+class ClippedTooEarly(DDPForkStrategy):
+    """Averages gradients in the optimizer step only, after they have been clipped."""
+
+    def configure_ddp(self, module: nn.Module, device_ids: Any) -> Any:
+        wrapped = super().configure_ddp(module, device_ids)
+        wrapped.require_backward_grad_sync = False
+        return wrapped
+
+    def optimizer_step(self, optimizer: Any, closure: Any = None, **options: Any) -> Any:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = self.all_reduce(parameter.grad)
+        return super().optimizer_step(optimizer, closure, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        (SummedByDefault, "all_reduce averages by default"),
+        (ApartAtTheEnd, "training with 1 microbatches in a step ends with the same weights on every rank"),
+        (ClippedTooEarly, "training with 1 microbatches in a step and gradients clipped to 0.05"),
+    ],
+)
+def test_strategies(kind: type[DDPForkStrategy], problem: str) -> None:
+    """A rule that a strategy breaks is a line of the error."""
+    with pytest.raises(ContractError) as caught:
+        check_strategy(kind(accelerator="cpu", devices=2))
+    assert problem in str(caught.value)
+    assert isinstance(caught.value, AssertionError)
+
+
+# ---------------------------------------------------------------------- launchers
+
+
+class SharedMemory(DDPForkStrategy):
+    """Starts its ranks so that tensors of the caller are in shared memory."""
+
+    def launch(self, function: Any, *args: Any, **options: Any) -> Any:
+        return super().launch(function, *(each.share_memory_() for each in args), **options)
+
+
+class Launcherless(DDPForkStrategy):
+    """Has a launcher that runs everything in the caller."""
+
+    def _create_launcher(self, placement: Any) -> Any:
+        return Everyone(placement.ranks)
+
+
+class Everyone(CallerLauncher):
+    """Is rank 0, and claims to be the others."""
+
+    runs_in_caller = False
+    has_other_ranks = False
+
+    def __init__(self, ranks: RankInfo) -> None:
+        self.ranks = ranks
+
+    @contextmanager
+    def running(self, rendezvous: str) -> Iterator[RankRun]:
+        yield (run := RankRun(WorkerContext(RankInfo(0, 0, 0, 1, 1, 1), {"RANK": "0"})))
+        run.values = dict.fromkeys(range(2), run.value)
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+def test_launchers(start_method: str) -> None:
+    """Launchers of rankwise keep the contract."""
+    check_launcher(ddp(start_method))
+
+
+@pytest.mark.parametrize(
+    ("kind", "problems"),
+    [
+        (SharedMemory, ["each rank has memory of its own"]),
+        (Launcherless, ["a function runs once as each rank", "is a process of its own", "is a WorkerError"]),
+    ],
+)
+def test_broken_launchers(kind: type[DDPForkStrategy], problems: list[str]) -> None:
+    """A rule that a launcher breaks is a line of the error."""
+    with pytest.raises(ContractError) as caught:
+        check_launcher(kind(accelerator="cpu", devices=2))
+    assert [problem for problem in problems if problem not in str(caught.value)] == []
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize("kind", [TorchCheckpointIO, AsyncCheckpointIO])
+def test_checkpoints(kind: Any, tmp_path: Path) -> None:
+    """Both plug-ins of rankwise keep the contract."""
+    check_checkpoint_io(kind(), tmp_path)
+
+
+class Forgetful(CheckpointIO):
+    """Removes nothing, and reads nothing as an empty checkpoint."""
+
+    own = TorchCheckpointIO()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any) -> None:
+        self.own.save_checkpoint(checkpoint, path)
+
+    def load_checkpoint(self, path: Any, map_location: Any = "cpu") -> dict[str, Any]:
+        return self.own.load_checkpoint(path, map_location) if Path(path).exists() else {}
+
+    def remove_checkpoint(self, path: Any) -> None:
+        pass
+
+
+def test_a_forgetful_checkpoint_io(tmp_path: Path) -> None:
+    """Each rule that is broken is a line."""
+    with pytest.raises(ContractError, match="breaks 2 rules") as caught:
+        check_checkpoint_io(Forgetful(), tmp_path)
+    assert "a checkpoint that is missing is a CheckpointError: there is no CheckpointError" in str(
+        caught.value
+    )
+
+
+# ---------------------------------------------------------------------- faults
+
+
+def fit(strategy: Strategy) -> None:
+    trainer = Trainer(
+        strategy=strategy,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        max_steps=4,
+    )
+    trainer.fit(Regression(), loader(16, 2))
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        pytest.param(Fault("raise", 1, step=2, phase="forward"), WorkerRaisedError, marks=pytest.mark.quick),
+        (Fault("kill", 0, phase="backward"), WorkerKilledError),
+        (Fault("exit", 1, step=1), WorkerExitedError),
+        (Fault("stop", 1, phase="optimizer"), WorkerTimedOutError),
+        (Fault("raise", 0, phase="connecting"), WorkerRaisedError),
+        (Fault("raise", 1, phase="teardown"), WorkerRaisedError),
+    ],
+    ids=lambda value: f"{value.action}-{value.phase}" if isinstance(value, Fault) else "",
+)
+def test_faults(fault: Fault, error: type[Exception]) -> None:
+    """The fault happens on its rank, at its step or phase."""
+    with inject_faults(fault) as injection, pytest.raises(error, match=f"global_rank={fault.rank}"):
+        fit(ddp("fork", timeout=3.0))
+    happened_s = injection.happened_s(fault)
+    assert happened_s is not None
+    assert time.monotonic() - happened_s < 30
+
+
+def steps(strategy: Strategy) -> list[float]:
+    """Train by hand; return how long each step took, the wait for the other rank included."""
+    module = strategy.setup_module(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    taken = []
+    for _ in range(3):
+        began_s = time.monotonic()
+        loss: Tensor = module(torch.ones(1, 1)).sum()
+        strategy.backward(loss)
+        strategy.optimizer_step(optimizer)
+        taken.append(time.monotonic() - began_s)
+    return taken
+
+
+def test_a_delay_in_a_loop_by_hand() -> None:
+    """A delay of one rank, at a step of a loop without a Trainer, keeps the other one waiting."""
+    with inject_faults(Fault("delay", 1, step=1, phase="backward", delay_s=0.7)):
+        taken = run_distributed(steps)
+    assert [[number for number, seconds in enumerate(rank) if seconds > 0.6] for rank in taken] == [[1], [1]]
+
+
+def delayed(strategy: Strategy) -> list[float]:
+    with inject_faults(Fault("delay", 1, step=1, phase="backward", delay_s=0.7)):
+        return steps(strategy)
+
+
+def test_a_fault_in_the_function() -> None:
+    """Where ranks are no forks, the function injects the faults; those of other ranks are none."""
+    taken = run_distributed(delayed, start_method="forkserver")
+    assert max(taken[1]) > 0.6
+
+
+@pytest.mark.parametrize(
+    "fault", [Fault("raise", 1, step=99), Fault("kill", 2, step=0), Fault("exit", 0, phase="bakward")]
+)
+def test_faults_that_do_not_happen(fault: Fault) -> None:
+    """A fault that no rank came to is an error: the test has tested nothing."""
+    with pytest.raises(ConfigurationError, match="has not happened"), inject_faults(fault):
+        run_distributed(steps)
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (partial(Fault, "crash", 0, step=0), InvalidArgumentError),
+        (partial(Fault, "kill", -1, step=0), InvalidArgumentError),
+        (partial(Fault, "kill", "0", step=0), InvalidTypeError),  # type: ignore[arg-type]  # wrong on purpose
+        (partial(Fault, "kill", 0), InvalidArgumentError),
+        (lambda: inject_faults("kill").__enter__(), InvalidTypeError),  # type: ignore[arg-type]  # wrong on purpose
+        (lambda: check_strategy(DDPForkStrategy), InvalidTypeError),  # type: ignore[arg-type]  # wrong on purpose
+        (lambda: check_checkpoint_io(TorchCheckpointIO, "x"), InvalidTypeError),  # type: ignore[arg-type]  # wrong on purpose
+        (lambda: check_launcher(os.getpid), InvalidTypeError),  # type: ignore[arg-type]  # wrong on purpose
+    ],
+)
+def test_wrong_arguments(make: Any, error: type[Exception]) -> None:
+    """What cannot be is refused at once."""
+    with pytest.raises(error):
+        make()
