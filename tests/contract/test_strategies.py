@@ -317,28 +317,6 @@ def test_a_sharded_optimizer_is_consolidated(rank_strategy: DDPStrategy) -> None
         assert state == {}
 
 
-@pytest.mark.distributed
-def test_one_reduction_in_four(rank_strategy: DDPStrategy) -> None:
-    """Under `no_backward_sync` three of four microbatches reduce nothing."""
-    reduced: list[int] = []
-
-    def count(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        reduced.append(bucket.index())
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
-
-    count.__annotations__.clear()  # torch would compare their text with its classes
-    wrapped: Any = rank_strategy.setup_module(nn.Linear(2, 2))
-    wrapped.register_comm_hook(None, count)
-    counts = []
-    for microbatch in range(8):
-        with rank_strategy.no_backward_sync(wrapped, enabled=(microbatch + 1) % 4 != 0):
-            rank_strategy.backward(wrapped(torch.ones(1, 2)).sum())
-        counts.append(len(reduced))
-    assert counts == [0, 0, 0, 1, 1, 1, 1, 2]
-
-
 def closure_value(strategy: Strategy) -> tuple[float, float]:
     model = strategy.setup_module(nn.Linear(1, 1, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

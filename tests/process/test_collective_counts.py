@@ -11,8 +11,8 @@ from typing_extensions import override
 from rankwise.callbacks import Callback
 from rankwise.process_group import gather_all_tensors
 from rankwise.strategies import DDPStrategy
+from rankwise.testing import run_distributed
 from tests.helpers.shared import computed_once
-from tests.process.helpers import ddp
 from tests.process.training_tasks import Regression, loader, quiet_trainer
 
 MODES = ("single_auto_sync", "multi_auto_sync", "forced_sync")
@@ -95,9 +95,7 @@ def count_everything(strategy: DDPStrategy) -> Any:
 @computed_once
 def counts() -> Any:
     """Return what both ranks counted."""
-    strategy = ddp("fork")
-    strategy.launch(count_everything)
-    return strategy.results
+    return run_distributed(count_everything)
 
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
@@ -108,7 +106,7 @@ def test_one_collective_for_each_bucket_and_step(mode: str, weighting: str | Non
     With `multi_auto_sync` each microbatch reduces; forced sync makes one bucket of all. Hooks change nothing.
     """
     hooks = ["None"] if mode == "forced_sync" else ["None", "fp16_compress"]
-    for found, _ in counts.values():
+    for found, _ in counts:
         for hook in hooks:
             calls, buckets = found[mode, weighting, hook]
             assert buckets > 2 or mode == "forced_sync"
@@ -118,7 +116,7 @@ def test_one_collective_for_each_bucket_and_step(mode: str, weighting: str | Non
 
 def test_gather_all_tensors_takes_at_most_two_collectives(counts: Any) -> None:
     """Small tensors take one collective; large ones also one message sent and one received."""
-    for _, gathers in counts.values():
+    for _, gathers in counts:
         assert gathers == [1, 1 + 2]
 
 

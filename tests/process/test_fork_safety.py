@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from rankwise.errors import WorkerKilledError
 from rankwise.strategies import Strategy
+from rankwise.testing import run_distributed
 from tests.helpers.load import slowdown
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import ddp
@@ -123,9 +124,8 @@ def test_forked_ranks_import_nothing(run_script: ScriptRunner) -> None:
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without `OMP_NUM_THREADS` the ranks do not take more threads together than there are cores."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    strategy = ddp("fork")
-    strategy.launch(lambda strategy: torch.get_num_threads())
-    assert sum(strategy.results.values()) <= max(2, len(os.sched_getaffinity(0)))
+    threads = run_distributed(lambda _: torch.get_num_threads())
+    assert sum(threads) <= max(2, len(os.sched_getaffinity(0)))
 
 
 # ---------------------------------------------------------------------- what a rank forks

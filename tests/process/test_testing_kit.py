@@ -35,6 +35,7 @@ from rankwise.testing import (
     inject_faults,
     run_distributed,
 )
+from tests.helpers.bucket import Bucket
 from tests.process.helpers import ddp
 from tests.process.training_tasks import Regression, loader
 
@@ -51,8 +52,8 @@ class SummedByDefault(DDPForkStrategy):
 class ApartAtTheEnd(DDPForkStrategy):
     """Lets its ranks end with different weights."""
 
-    def end_training(self) -> None:
-        super().end_training()
+    def sync_models(self) -> None:
+        super().sync_models()
         for module in self.trained:
             with torch.no_grad():
                 module.second.bias += self.global_rank
@@ -158,6 +159,11 @@ def test_broken_launchers(kind: type[DDPForkStrategy], problems: list[str]) -> N
 def test_checkpoints(kind: Any, tmp_path: Path) -> None:
     """Both plug-ins of rankwise keep the contract."""
     check_checkpoint_io(kind(), tmp_path)
+
+
+def test_a_storage_that_is_no_folder(tmp_path: Path) -> None:
+    """Checkpoints may be at addresses with a scheme."""
+    check_checkpoint_io(Bucket(tmp_path), "bucket://run")
 
 
 class Forgetful(CheckpointIO):

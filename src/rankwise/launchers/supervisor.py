@@ -46,8 +46,7 @@ from rankwise.stores.private import StoreTable
 from rankwise.stores.tcp import RendezvousEndpoint
 
 _CHUNK = 1 << 16
-# After a failure that looks like the consequence of another one, how long to wait for that other one.
-_SETTLE_S = 0.5
+_SETTLE_S = 0.5  # how long to wait for another failure after one that looks like its consequence
 # The shortest time that rank 0 in the main process has to leave the job, when all others have ended.
 _TO_LEAVE_S = 1.0
 # The shortest pause between two checks whether a checkpoint has been written.
@@ -224,9 +223,8 @@ class Supervisor:
         self._stopped_by: int | None = None  # the signal for which training has stopped
         self._last_signal: int | None = None
         self._crash: BaseException | None = None
-        self._is_closed = False
+        self._is_closed = self._has_to_exit = False
         self._job = 0
-        self._has_to_exit = False
         self._settled = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rankwise-supervisor", daemon=True)
 

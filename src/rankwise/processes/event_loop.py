@@ -71,7 +71,9 @@ class EventLoop:
         return self._deadline is not None
 
     def call_every(self, interval_s: float, call: Callable[[], None]) -> None:
-        """Call in intervals; late where the process was suspended."""
+        """Call in intervals, late where the process was suspended; never, if the interval is infinite."""
+        if interval_s == math.inf:
+            return
         timer = _Timer(time.monotonic() + interval_s, interval_s, call)
         self._timers.append(timer)
         self._due_s = min(self._due_s, timer.due_s)

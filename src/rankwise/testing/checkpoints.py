@@ -97,11 +97,8 @@ def _check_failures(contract: Contract, checkpoint_io: CheckpointIO, path: str) 
 
 
 def _check_finding(
-    contract: Contract, checkpoint_io: Any, folder: str | os.PathLike[str], paths: tuple[str, ...]
+    contract: Contract, checkpoint_io: CheckpointIO, folder: str | os.PathLike[str], paths: tuple[str, ...]
 ) -> None:
-    """Check how checkpoints are found, where that is part of the interface."""
-    if not callable(getattr(checkpoint_io, "has_checkpoint", None)):
-        return
     with contract.rule("has_checkpoint and list_checkpoints find what was saved, and nothing else"):
         expect_equal([checkpoint_io.has_checkpoint(path) for path in paths], [True, True])
         expect_equal(checkpoint_io.has_checkpoint(f"{paths[0]}.other"), False)

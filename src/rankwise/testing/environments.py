@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rankwise.checks import check_is_a, check_value
@@ -28,7 +28,6 @@ def check_environment(
     environment: type[ClusterEnvironment],
     variables: Mapping[str, str],
     ranks: RankInfo,
-    numbers: Sequence[str] | None = None,
 ) -> None:
     """Check that an environment reads what a launcher sets, and refuses what it cannot have set.
 
@@ -38,7 +37,6 @@ def check_environment(
         environment: the class.
         variables: the variables that the launcher sets for one process, not global rank 0.
         ranks: that process's ranks.
-        numbers: the variables that must be whole numbers; by default those of the table, for ranks and sizes.
 
     Raises:
         ContractError: with a line for each rule that the environment breaks.
@@ -50,13 +48,10 @@ def check_environment(
     check_value("environment", environment, is_environment, expected, error=InvalidTypeError)
     check_is_a("ranks", ranks, RankInfo)
     check_value("ranks", ranks, ranks.global_rank != 0, "the ranks of a process that is not global rank 0")
-    if numbers is None:
-        table = environment.table(variables)
-        numbers = [table[fact] for fact in _FACTS if fact in table]
     contract = Contract()
     _check_facts(contract, environment, variables, ranks)
     _check_missing(contract, environment, variables, ranks)
-    _check_damaged(contract, environment, variables, numbers)
+    _check_damaged(contract, environment, variables)
     _check_messages(contract, environment, variables)
     contract.check(environment)
 
@@ -100,14 +95,16 @@ def _check_missing(contract: Contract, kind: _Kind, variables: _Variables, ranks
                     kind.detect(given)
 
 
-def _check_damaged(contract: Contract, kind: _Kind, variables: _Variables, numbers: Sequence[str]) -> None:
+def _check_damaged(contract: Contract, kind: _Kind, variables: _Variables) -> None:
+    table = kind.table(variables)
+    numbers = [table[fact] for fact in _FACTS if fact in table]
     for name, text in itertools.product(numbers, NO_NUMBERS):
         with (
             contract.rule(f"{name}={text[:30]!r} is refused by an error that names it"),
             expect_error(EnvironmentVariableError, name),
         ):
             kind.detect({**variables, name: text})
-    port = kind.table(variables).get("main_port", "MASTER_PORT")
+    port = table.get("main_port", "MASTER_PORT")
     for text in _NO_PORTS:
         with (
             contract.rule(f"{port}={text!r} is refused by an error that names it"),

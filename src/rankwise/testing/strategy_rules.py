@@ -275,7 +275,7 @@ def _trained(strategy: Strategy, options: _Training) -> dict[str, Tensor]:
         if options.clip:
             strategy.precision.clip_gradients_norm(optimizer, options.clip)
         strategy.optimizer_step(optimizer)
-    strategy.end_training()
+    strategy.sync_models()
     return {name: value.detach().cpu() for name, value in strategy.get_module_state_dict(wrapped).items()}
 
 
