@@ -113,7 +113,7 @@ class SharedMemory(DDPForkStrategy):
 class Launcherless(DDPForkStrategy):
     """Has a launcher that runs everything in the caller."""
 
-    def _create_launcher(self, placement: Any) -> Any:
+    def create_launcher(self, placement: Any) -> Any:
         return Everyone(placement.ranks)
 
 

@@ -35,7 +35,7 @@ GivenEnvironment = ClusterEnvironment | LightningClusterEnvironment | str
 """An environment as users pass it: an instance of either class, or a name."""
 
 
-def check_environment(given: object) -> None:
+def check_given_environment(given: object) -> None:
     """Check the methods of an environment of either class.
 
     Raises:

@@ -31,7 +31,7 @@ from rankwise.checks import (
 from rankwise.compatibility.lightning_environments import (
     GivenEnvironment,
     LightningClusterEnvironment,
-    check_environment,
+    check_given_environment,
 )
 from rankwise.compatibility.names import (
     MISSING_HOOKS,
@@ -106,7 +106,7 @@ class ProcessConfig:
         elif given is not None:
             kinds = (ClusterEnvironment, LightningClusterEnvironment)
             check_is_a("cluster_environment", given, kinds, _ENVIRONMENT)
-            check_environment(given)
+            check_given_environment(given)
         _normalize(
             self,
             start_method=_check_start_method(self.start_method),
