@@ -28,8 +28,8 @@ PYTEST = """
     import pytest
 
     if __name__ == "__main__":  # which ranks import that a command has started
-        options = ["-p", "no:cacheprovider", "-p", "rankwise.testing.plugin", "-p", "no:xdist", "-c", "/dev/null"]
-        options += ["--basetemp", "own"]
+        options = ["-p", "no:cacheprovider", "-p", "rankwise.testing.plugin", "-p", "no:xdist"]
+        options += ["-c", "/dev/null", "--basetemp", "own"]
         sys.exit(pytest.main([*options, "--rootdir", ".", "-rA", *sys.argv[1:]]))
 """
 """A program that runs pytest, with rankwise's plug-in alone, on the files of its command line."""
