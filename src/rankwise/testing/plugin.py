@@ -1,6 +1,6 @@
 """The pytest plug-in: a test with the marker `distributed` runs on every rank of a job, as one test.
 
-pytest imports it in each of its runs: it imports nothing but pytest until a test has the marker.
+It imports nothing but pytest until a test has the marker.
 """
 
 from __future__ import annotations

@@ -24,16 +24,23 @@ class _Finder:
         if name != _LOOP:
             return None
         others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, others))
-        loader: Any = spec.loader
-        plain = loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            plain(module)
-            _compare_after_fits(module.FitLoop)
-
-        loader.exec_module = exec_module
+        spec: Any = next(filter(None, others))
+        spec.loader = _Loader(spec.loader)
         return spec
+
+
+class _Loader:
+    """Loads that module; the plain loader may be one for many modules, as pytest's is."""
+
+    def __init__(self, plain: Any) -> None:
+        self._plain = plain
+
+    def exec_module(self, module: Any) -> None:
+        self._plain.exec_module(module)
+        _compare_after_fits(module.FitLoop)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
 
 
 def _compare_after_fits(loop_class: Any) -> None:
