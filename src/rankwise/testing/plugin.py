@@ -125,7 +125,8 @@ def _run_test(strategy: Strategy, item: pytest.Function, files: Sequence[IO[byte
 
     The rank is a fork, so that it has the fixtures' values, and the functions as pytest has compiled them.
     """
-    arguments = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
+    parameters = inspect.signature(item.obj).parameters
+    arguments = {name: value for name, value in item.funcargs.items() if name in parameters}
     try:
         item.obj(**arguments)
     except BaseException as error:
