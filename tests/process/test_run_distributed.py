@@ -48,7 +48,9 @@ def test_values(start_method: str) -> None:
 
 
 def fail(strategy: Strategy, how: str) -> None:
+    strategy.barrier()
     if strategy.global_rank == 1:
+        time.sleep(1)  # until rank 0 sleeps
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         raise ValueError("the loss is nan")
