@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from rankwise.checks import check_callable, check_choice, check_is_a, check_minimum, check_value
 from rankwise.errors import WorkerError
-from rankwise.strategies import DDPStrategy, Strategy
+from rankwise.strategies import DDPElasticStrategy, DDPStrategy, Strategy
 
 T = TypeVar("T")
 S = TypeVar("S", bound=Strategy)
@@ -63,10 +63,11 @@ def new_strategy(
 
 
 def within(timeout: float, strategy: S) -> S:
-    """Return such a strategy whose launches may take so many seconds."""
+    """Return such a strategy whose launches may take so many seconds; torch's agent keeps no limit."""
     check_is_a("timeout", timeout, (int, float), "a number of seconds")
     check_value("timeout", timeout, timeout > 0, "more than 0 seconds")
-    return strategy.with_(time_limit=timeout)
+    changes = {} if isinstance(strategy, DDPElasticStrategy) else {"time_limit": timeout}
+    return strategy.with_(**changes)
 
 
 def run_on(strategy: Strategy, function: Callable[..., T], *args: Any) -> list[T]:

@@ -25,7 +25,7 @@ def check_strategy(
         exact: whether training must give the weights of one process on the same global batches. Otherwise all
             ranks must only end with the same weights.
         tolerance: the largest difference between these weights.
-        timeout: seconds for each launch.
+        timeout: seconds for each launch, unless torch's elastic agent starts the ranks.
 
     Raises:
         ContractError: with a line for each rule that the strategy breaks.
