@@ -124,7 +124,7 @@ def lightning_base(kind: type, name: str) -> Any:
 # ------------------------------------------------------------------ methods of users' classes
 
 
-def check_overrides(owner: object, refused: Mapping[str, str]) -> None:
+def check_overrides(owner: object, refused: Mapping[str, str] = _NO_REMEDIES) -> None:
     """Check the methods of a strategy, plug-in, logger or profiler whose class is the user's.
 
     Args:
@@ -146,6 +146,8 @@ def check_overrides(owner: object, refused: Mapping[str, str]) -> None:
         if isinstance(overridden, property):
             _check_property(owner, name)
         elif inspect.isfunction(overridden):
+            if vars(overridden).get("may_be_bare") and accepts(getattr(owner, name), 0):
+                continue
             _, *parameters = inspect.signature(overridden).parameters.values()
             by_position = [each for each in parameters if each.kind in _BY_POSITION]
             num_required = sum(each.default is each.empty for each in by_position)

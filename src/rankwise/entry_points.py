@@ -18,12 +18,13 @@ KINDS = ("strategies", "environments", "comm_hooks", "loggers")
 
 def installed(kind: str) -> tuple[EntryPoint, ...]:
     """Return the entry points of the group `rankwise.<kind>`; they are read once for each `sys.path`."""
-    return _read(f"rankwise.{kind}", tuple(sys.path))
+    return _read(tuple(sys.path))[kind]
 
 
-@lru_cache(maxsize=32)
-def _read(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    return tuple(entry_points(group=group))
+@lru_cache(maxsize=8)
+def _read(path: tuple[str, ...]) -> dict[str, tuple[EntryPoint, ...]]:
+    points = entry_points()
+    return {kind: tuple(points.select(group=f"rankwise.{kind}")) for kind in KINDS}
 
 
 def package_of(point: EntryPoint) -> str:

@@ -73,17 +73,25 @@ class NameTable(ABC, Generic[Entry]):
         """Return the error about a name without an entry."""
 
     def _has(self, key: str) -> bool:
-        """Return whether there is an entry, after loading the entry points that may have it."""
+        """Return whether there is an entry, after loading the entry points that may have it.
+
+        An entry point with the name of an entry that exists is loaded too, for the warning.
+        """
         if key not in self._entries:
             self._load_installed(key)
+        for point in self._untried():
+            if point.name.lower() == key:
+                self._load(point, None)
         return key in self._entries
 
     def _load_installed(self, wanted: str | None = None) -> None:
         """Add the entries of installed packages, those of this name first and, if it exists, alone."""
-        points = [point for point in installed(self.group) if point not in self._tried]
-        for point in sorted(points, key=lambda point: point.name.lower() != wanted):
+        for point in sorted(self._untried(), key=lambda point: point.name.lower() != wanted):
             if wanted not in {*self._entries, *self._broken}:
                 self._load(point, wanted)
+
+    def _untried(self) -> list[EntryPoint]:
+        return [point for point in installed(self.group) if point not in self._tried]
 
     def _load(self, point: EntryPoint, wanted: str | None) -> None:
         """Add the entries of one entry point; if that fails, warn unless the caller `wanted` it by name."""

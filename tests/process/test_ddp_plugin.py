@@ -163,3 +163,37 @@ def test_block_backward_sync(rank_strategy: DDPStrategy) -> None:
             wrapped(torch.ones(1, 1)).sum().backward()
         assert (len(seen) > 0) is not enabled
         seen.clear()
+
+
+class InPlace(DDPStrategy):
+    """Replaces `self.model`, as strategies of Lightning 2 do."""
+
+    model: Any = "the user's own"
+
+    def configure_ddp(self) -> None:  # type: ignore[override]
+        options: Any = vars(self)["_ddp_kwargs"]
+        self.model = Wrapper(self.model, device_ids=self.determine_ddp_device_ids(), **options)
+
+
+class AroundSuper(InPlace):
+    """Changes the wrapper that the strategy makes by itself."""
+
+    def configure_ddp(self) -> None:  # type: ignore[override]
+        configure_ddp: Any = super(InPlace, self).configure_ddp
+        configure_ddp()
+        self.model.name = "changed"
+
+
+@pytest.mark.distributed
+@pytest.mark.quick
+def test_configure_ddp_of_lightning_2(rank_strategy: DDPStrategy) -> None:
+    """`configure_ddp(self)` gets the module as `self.model`, which is its own again after the wrapping."""
+    for kind in (InPlace, AroundSuper):
+        strategy: Any = rank_strategy
+        strategy.__class__ = kind
+        module = nn.Linear(1, 1)
+        wrapped: Any = strategy.setup_module(module)
+        assert wrapped.module is module
+        assert isinstance(wrapped, Wrapper) or wrapped.name == "changed"
+        assert strategy.model == "the user's own"
+        assert "_setup_model" not in vars(strategy)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rankwise.checkpoint.base import CheckpointIO, as_checkpoint_error
 from rankwise.checkpoint.torch_io import TorchCheckpointIO
-from rankwise.checks import check_is_a, check_minimum
+from rankwise.checks import check_is_a, check_minimum, check_overrides
 from rankwise.nested import map_nested
 
 
@@ -36,6 +36,7 @@ class AsyncCheckpointIO(CheckpointIO):
     Raises:
         InvalidTypeError: when `wrapped` is not a `CheckpointIO`.
         InvalidArgumentError: when `max_pending` is less than 1.
+        ConfigurationError: for a method of `wrapped` that cannot take the arguments of `CheckpointIO`'s.
 
     Example:
         >>> from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
@@ -46,6 +47,7 @@ class AsyncCheckpointIO(CheckpointIO):
     def __init__(self, wrapped: CheckpointIO | None = None, *, max_pending: int = 2) -> None:
         self.wrapped: CheckpointIO = TorchCheckpointIO() if wrapped is None else wrapped
         check_is_a("wrapped", self.wrapped, CheckpointIO)
+        check_overrides(self.wrapped)
         check_minimum("max_pending", max_pending, 1)
         self.max_pending = max_pending
         self._notify: Callable[[bool], object] = lambda is_saving: None

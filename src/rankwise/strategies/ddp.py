@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from rankwise.checks import accepts
 from rankwise.compatibility.lightning_environments import GivenEnvironment
+from rankwise.compatibility.lightning_wrapping import wrapped_in_place
 from rankwise.errors import InvalidTypeError
 from rankwise.gradient_sync import GradientSync, GradientSyncMode
 from rankwise.gradient_sync.parameters import check_parameters, trained_parameters
@@ -34,6 +37,7 @@ from rankwise.strategies.module_wrapping import (
     check_collectives_of,
     checked_wrapper,
     compile_within,
+    or_in_place,
     uncompiled,
 )
 
@@ -165,9 +169,7 @@ class DDPStrategy(Strategy):
             raise self._wrong_state("setup_module()", "a process group", GROUP_REMEDY)
         import_dynamo()
         with self._wrapping_stream():
-            configured = self.gradients.wrap(
-                module, lambda: self.configure_ddp(module, self.determine_ddp_device_ids())
-            )
+            configured = self.gradients.wrap(module, lambda: self._configured(module))
         wrapped = checked_wrapper(configured, type(self).__name__, self.data_parallel_group)
         self._attach_wrapper(wrapped)
         if is_compiled:
@@ -187,8 +189,11 @@ class DDPStrategy(Strategy):
         """Follow from now on which parameters are trained."""
         self.gradients.track(module, self.data_parallel_group, is_new=True)
 
+    @or_in_place
     def configure_ddp(self, module: nn.Module, device_ids: list[int] | None) -> DistributedDataParallel:
         """Wrap a module; override it for a wrapper of your own.
+
+        An override without arguments, as in Lightning 2, replaces the module in `self.model` by the wrapper.
 
         Args:
             module: on this rank's device already.
@@ -197,6 +202,14 @@ class DDPStrategy(Strategy):
         return DistributedDataParallel(
             module, device_ids=device_ids, process_group=self.data_parallel_group, **self.ddp_kwargs
         )
+
+    def _configured(self, module: nn.Module) -> object:
+        device_ids = self.determine_ddp_device_ids()
+        if accepts(self.configure_ddp, 2):
+            return self.configure_ddp(module, device_ids)
+        wrap = partial(DDPStrategy.configure_ddp, self, device_ids=device_ids)
+        ddp_kwargs = {"process_group": self.data_parallel_group, **self.ddp_kwargs}
+        return wrapped_in_place(self, module, wrap, ddp_kwargs)
 
     def unwrap_module(self, module: nn.Module) -> nn.Module:
         """Return the user's module within the result of `setup_module`."""

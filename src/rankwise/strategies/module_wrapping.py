@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, final
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast, final
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
     from rankwise.launchers import Launcher
     from rankwise.process_group.collective_check import CollectiveCheck
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 # Where torch keeps what module.compile() made.
 _COMPILED = "_compiled_call_impl"
@@ -103,6 +106,20 @@ def own_memory(module: nn.Module, launcher: Launcher | None) -> None:
             own = copies.setdefault(storage.data_ptr(), storage.clone())
             place = tensor.storage_offset(), tensor.size(), tensor.stride()
             tensor.data = torch.empty(0, dtype=tensor.dtype).set_(own, *place)
+
+
+def or_in_place(configure_ddp: Method) -> Method:
+    """Let `super().configure_ddp()` without arguments wrap `self.model`, and overrides take no arguments."""
+
+    @wraps(configure_ddp)
+    def configure(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return configure_ddp(self, *args, **kwargs)
+        self.model = self._setup_model(self.model)  # see compatibility/lightning_wrapping.py
+        return self.model
+
+    vars(configure)["may_be_bare"] = True
+    return cast(Method, configure)
 
 
 def checked_wrapper(wrapped: object, strategy: str, group: ProcessGroup | None) -> DistributedDataParallel:

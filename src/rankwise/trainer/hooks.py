@@ -13,9 +13,17 @@ from typing import TYPE_CHECKING, Any, Literal, final
 from torch import Tensor
 
 from rankwise.callbacks import Callback, MonitoringCallback
-from rankwise.checks import accepts, check_arguments, is_of_this_package, refuse_methods
+from rankwise.checks import (
+    accepts,
+    check_arguments,
+    check_is_a,
+    check_overrides,
+    is_of_this_package,
+    refuse_methods,
+)
 from rankwise.compatibility.names import MISSING_HOOKS
 from rankwise.errors import ConfigurationError
+from rankwise.loggers import Logger
 from rankwise.trainer.data import DataModule
 from rankwise.trainer.data.data_hooks import TRANSFER_HOOKS, is_own, own_methods
 from rankwise.trainer.module import TrainingModule
@@ -214,7 +222,10 @@ REFUSED: Mapping[Owner, Mapping[str, str]] = {
 
 
 def check_hooks(
-    module: TrainingModule, callbacks: Iterable[Callback], datamodule: DataModule | None = None
+    module: TrainingModule,
+    callbacks: Iterable[Callback],
+    datamodule: DataModule | None = None,
+    loggers: Iterable[Logger] = (),
 ) -> None:
     """Raise ConfigurationError for a hook that would never be called, or not with the arguments it takes.
 
@@ -241,6 +252,9 @@ def check_hooks(
         refuse_methods(datamodule, REFUSED["datamodule"])
         for name in own_methods(datamodule, DataModule, _NAMES["datamodule"]):
             _check_arguments(datamodule, _BY_NAME[name])
+    for logger in loggers:
+        check_is_a("trainer.loggers", logger, Logger)
+        check_overrides(logger, MISSING_HOOKS["logger"])
 
 
 def _check_settings(owner: object) -> None:

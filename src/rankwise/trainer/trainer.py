@@ -502,7 +502,7 @@ class Trainer(TrainerProperties):
             raise no_module(model)
         stage.check_module(model)
         self._add_callbacks_of(model)
-        check_hooks(model, self.callbacks, stage.datamodule)
+        check_hooks(model, self.callbacks, stage.datamodule, self.loggers)
         for callback in self.callbacks:
             callback.check_stage(self, model, stage.name)
         CheckpointFiles(self.context(model)).check_paths(stage.name, stage.ckpt_path)

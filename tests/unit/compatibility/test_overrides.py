@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
-from rankwise import Fabric, Trainer
-from rankwise.checkpoint import CheckpointIO
+from rankwise import Fabric, Trainer, TrainingModule
+from rankwise.checkpoint import AsyncCheckpointIO, CheckpointIO
 from rankwise.checks import is_of_this_package
 from rankwise.compatibility.names import MISSING_HOOKS
 from rankwise.environments import ClusterEnvironment, LocalEnvironment, SlurmEnvironment
@@ -75,6 +76,14 @@ def _logger(users: Any) -> object:
     return Trainer(logger=[CSVLogger("logs"), users()])
 
 
+def _assigned_logger(users: Any) -> object:
+    """Give a logger to a Trainer that exists already; it is checked before the next stage."""
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False)
+    trainer.logger = users()
+    module = type("Module", (TrainingModule,), {"predict_step": lambda self, batch: batch})()
+    return trainer.predict(module, DataLoader(TensorDataset(torch.zeros(1))))
+
+
 GIVEN: list[tuple[str, type, Give]] = [
     ("strategy", DDPStrategy, _strategy),
     ("strategy", Strategy, _strategy),
@@ -114,7 +123,13 @@ def _in_lightnings_form(self: Any, tensor: Any, model: Any, optimizer: Any, *arg
 
 
 ARGUMENTS: list[tuple[type, Give, str, Any, str]] = [
-    (DDPStrategy, _strategy, "configure_ddp", lambda self: None, "(self, module, device_ids) -> Dist"),
+    (
+        DDPStrategy,
+        _strategy,
+        "configure_ddp",
+        lambda self, module: None,
+        "(self, module, device_ids) -> Dist",
+    ),
     (
         DDPStrategy,
         _strategy,
@@ -137,7 +152,15 @@ ARGUMENTS: list[tuple[type, Give, str, Any, str]] = [
         lambda self, checkpoint, path, storage_options: None,
         "def save_checkpoint(self, checkpoint, path)",
     ),
+    (
+        CheckpointIO,
+        lambda users: AsyncCheckpointIO(users()),
+        "remove_checkpoint",
+        lambda self: None,
+        "def remove_checkpoint(self, path)",
+    ),
     (Logger, _logger, "log_metrics", lambda self: None, "def log_metrics(self, metrics, step)"),
+    (Logger, _assigned_logger, "log_metrics", lambda self: None, "def log_metrics(self, metrics, step)"),
 ]
 
 

@@ -116,16 +116,15 @@ def test_a_broken_entry_point(group: str, name: str, reason: str, tmp_path: Path
     ("group", "name"),
     [("strategies", "ddp_spawn"), ("environments", "slurm"), ("comm_hooks", "noop"), ("loggers", "csv")],
 )
-def test_a_name_that_is_taken(group: str, name: str, tmp_path: Path) -> None:
-    """A built-in name stays what it is, with a warning that names the package."""
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_a_name_that_is_taken(group: str, name: str, is_listed: bool, tmp_path: Path) -> None:
+    """A built-in name stays what it is, used or listed, with one warning that names the package."""
     points = SHADOWED.replace("slurm = plug:PlugEnvironment", "slurm = plug_slurm:Slurm")
     (tmp_path / "plug_slurm.py").write_text(
         "from rankwise import ClusterEnvironment\nclass Slurm(ClusterEnvironment):\n    name = 'slurm'\n"
     )
     table = fresh(group)
-    with (
-        installed_here(tmp_path, points),
-        pytest.warns(UserWarning, match=f"(?i)of package plug 1.2 is not used for the name '{name}'"),
-    ):
-        list(table)
-    assert table[name] is TABLES[group]._entries[name]
+    with installed_here(tmp_path, points):
+        with pytest.warns(UserWarning, match=f"(?i)of package plug 1.2 is not used for the name '{name}'"):
+            assert list(table) if is_listed else table[name]
+        assert table[name] is TABLES[group]._entries[name]
