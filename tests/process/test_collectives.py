@@ -1,285 +1,481 @@
 """Distributed utilities on three processes: one test for each row of that section of the features."""
 
+import array
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from rankwise import TrainingModule
-from rankwise.errors import ConfigurationError, WorkerRaisedError
+from rankwise.environments import LocalEnvironment, PlainEnvironment
+from rankwise.errors import (
+    ConfigurationError,
+    InvalidTypeError,
+    RankZeroFailedError,
+    TensorMismatchError,
+    WorkerRaisedError,
+)
+from rankwise.process_group import (
+    AllGatherGrad,
+    all_gather,
+    all_gather_ddp_if_available,
+    all_gather_object,
+    all_reduce,
+    barrier,
+    broadcast,
+    gather_all_tensors,
+    gather_object,
+    init_process_group,
+    sync_ddp,
+    sync_ddp_if_available,
+)
+from rankwise.process_group.group import destroy_groups
 from rankwise.ranks import RankInfo
 from rankwise.strategies import DDPStrategy
-from rankwise.testing import run_distributed
-from tests.helpers.shared import computed_once
-from tests.process.collective_tasks import (
-    DTYPES,
-    KINDS,
-    ODD_DTYPES,
-    WORLD,
-    all_scenarios,
-    loss_of,
-    own_group,
-    tensor_of,
-    weights_and_inputs,
-)
 from tests.process.helpers import ddp
 from tests.process.training_tasks import quiet_trainer
 
-
-@pytest.fixture
-@computed_once
-def ranks() -> list[dict[str, Any]]:
-    """Return what each rank found in every scenario, by one launch for all tests here."""
-    return run_distributed(all_scenarios, world_size=WORLD)
+WORLD = 3
+on_three = pytest.mark.distributed(world_size=WORLD)
 
 
-def test_all_reduce(ranks: list[dict[str, Any]]) -> None:
+# ------------------------------------------------------------------------------------- reductions
+
+
+@on_three
+def test_all_reduce(rank_strategy: DDPStrategy) -> None:
     """Every operation works, in upper and lower case, and does not change its input."""
-    for rank, found in enumerate(result["reduced"] for result in ranks):
-        assert found["sum"].tolist() == [6.0, 6.0]
-        assert found["Mean"].tolist() == found["AVG"].tolist() == [2.0, 2.0]
-        assert found["min"].tolist() == [1.0, 2.0]
-        assert found["MAX"].tolist() == [3.0, 2.0]
-        assert found["product"].tolist() == [6.0, 8.0]
-        assert found["input"].tolist() == [rank + 1.0, 2.0]
-        assert found["strided"].tolist() == [[0.0, 9.0], [3.0, 12.0], [6.0, 15.0]]
-        assert found["text"] == "text"
+    value = torch.tensor([rank_strategy.global_rank + 1.0, 2.0])
+    expected = {
+        "sum": [6.0, 6.0],
+        "Mean": [2.0, 2.0],
+        "AVG": [2.0, 2.0],
+        "min": [1.0, 2.0],
+        "MAX": [3.0, 2.0],
+        "product": [6.0, 8.0],
+    }
+    assert {name: all_reduce(value, None, name).tolist() for name in expected} == expected
+    assert value.tolist() == [rank_strategy.global_rank + 1.0, 2.0]
+    strided = all_reduce(torch.arange(6.0).reshape(2, 3).t(), None, "sum")
+    assert strided.tolist() == [[0.0, 9.0], [3.0, 12.0], [6.0, 15.0]]
+    assert all_reduce("text") == "text"
 
 
-def test_all_reduce_of_integers(ranks: list[dict[str, Any]]) -> None:
+@on_three
+def test_all_reduce_of_integers(rank_strategy: DDPStrategy) -> None:
     """The mean of integers is a float, of their exact sum; booleans are counted, or stay booleans."""
-    found = ranks[0]["reduced"]
-    assert found["whole"].dtype == torch.float32
-    assert found["whole"].item() == pytest.approx(254 // WORLD + 1)
-    total, mean, least, most = found["flags"]
+    whole = all_reduce(torch.tensor(rank_strategy.global_rank, dtype=torch.uint8) + 254 // WORLD)
+    assert whole.item() == pytest.approx(254 // WORLD + 1)
+    assert whole.dtype == torch.float32
+    flag = torch.tensor(rank_strategy.is_global_zero)
+    total, mean, least, most = (all_reduce(flag, None, name) for name in ("sum", "mean", "min", "max"))
     assert (total.item(), total.dtype) == (1, torch.int64)
     assert mean.item() == pytest.approx(1 / 3)
     assert (least.item(), most.item(), least.dtype) == (False, True, torch.bool)
 
 
-def test_all_reduce_of_nested_containers(ranks: list[dict[str, Any]]) -> None:
+@on_three
+def test_all_reduce_of_nested_containers(rank_strategy: DDPStrategy) -> None:
     """Tensors in containers are reduced; other values stay."""
-    nested = ranks[1]["reduced"]["nested"]
+    value = torch.tensor([rank_strategy.global_rank + 1.0, 2.0])
+    nested: Any = all_reduce({"a": value, "b": [value.int(), "text", None]}, reduce_op="sum")
     assert nested["a"].tolist() == [6.0, 6.0]
-    assert nested["b"][0].tolist() == [6, 6]
-    assert nested["b"][1:] == ["text", None]
+    assert (nested["b"][0].tolist(), nested["b"][1:]) == ([6, 6], ["text", None])
 
 
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    """Count the calls of torch's collectives in the block."""
+    calls: list[str] = []
+
+    def counting(name: str) -> Any:
+        before = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return before(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather", "all_reduce", "barrier", "broadcast", "gather", "isend", "irecv"):
+            patch.setattr(dist, name, counting(name))
+        yield calls
+
+
+@on_three
 @pytest.mark.quick
-def test_sync_ddp(ranks: list[dict[str, Any]]) -> None:
+def test_sync_ddp(rank_strategy: DDPStrategy) -> None:
     """The default is the sum; a name or torch's operation selects another. There is no barrier before."""
-    total, mean, most = ranks[0]["reduced"]["sync_ddp"]
-    assert (total.tolist(), mean.tolist(), most.tolist()) == ([6.0, 6.0], [2.0, 2.0], [3.0, 2.0])
-    assert ranks[0]["counts"]["sync_ddp"] == ["all_reduce"]
+    value = torch.tensor([rank_strategy.global_rank + 1.0, 2.0])
+    with counted() as calls:
+        assert sync_ddp(value).tolist() == [6.0, 6.0]
+    assert calls == ["all_reduce"]
+    assert sync_ddp(value, reduce_op="mean").tolist() == [2.0, 2.0]
+    assert sync_ddp(value, reduce_op=dist.ReduceOp.MAX).tolist() == [3.0, 2.0]
 
 
-def test_sync_ddp_if_available(ranks: list[dict[str, Any]]) -> None:
+@on_three
+def test_sync_ddp_if_available(rank_strategy: DDPStrategy) -> None:
     """With a process group it is sync_ddp."""
-    assert ranks[2]["reduced"]["sync_ddp_if_available"].tolist() == [2.0, 2.0]
+    value = torch.tensor([rank_strategy.global_rank + 1.0, 2.0])
+    assert sync_ddp_if_available(value, reduce_op="avg").tolist() == [2.0, 2.0]
 
 
-def test_all_gather(ranks: list[dict[str, Any]]) -> None:
-    """The shape of the result is (world_size, *), in rank order; containers are traversed."""
-    for rank, found in enumerate(result["gathered"] for result in ranks):
-        assert found["plain"].tolist() == [[[0.0], [0.0]], [[1.0], [1.0]], [[2.0], [2.0]]]
-        assert found["nested"]["a"][0].tolist() == [[0], [1], [2]]
-        assert found["nested"]["a"][1] == "text"
-        torch.testing.assert_close(found["strided"], torch.arange(6.0).reshape(2, 3).t() + rank)
+# Those that gloo does not send.
+ODD_DTYPES = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e5m2)
 
 
-def test_all_gather_ddp_if_available(ranks: list[dict[str, Any]]) -> None:
-    """With a process group it is all_gather; a number becomes a vector."""
-    assert ranks[1]["gathered"]["scalar"].tolist() == [0, 1, 2]
-
-
-@pytest.mark.quick
-def test_gathering_numbers_and_arrays(ranks: list[dict[str, Any]]) -> None:
-    """Numbers and arrays become tensors of every rank's, on the strategy's device; other values stay."""
-    for found in (result["strategy"]["mixed"] for result in ranks):
-        assert found["a"].tolist() == [0, 1, 2]
-        assert found["b"][0].tolist() == [0.1, 1.1, 2.1]  # as exact as Python's numbers
-        assert found["b"][1] == "text"
-        assert found["c"].tolist() == [True, False, False]
-        assert found["d"].tolist() == [[[0], [0]], [[1], [1]], [[2], [2]]]
-
-
-def test_gathering_any_dtype(ranks: list[dict[str, Any]]) -> None:
-    """Dtypes that gloo does not send arrive too."""
-    for found in (result["strategy"] for result in ranks):
-        assert [each.dtype for each in found["odd"]] == list(ODD_DTYPES)
-        assert [each.double().tolist() for each in found["odd"]] == [[[[1, 0]], [[1, 1]], [[1, 2]]]] * 5
-        assert found["scalar"].tolist() == [0, 1, 2]
-
-
-def test_reductions_are_exact(ranks: list[dict[str, Any]]) -> None:
+@on_three
+def test_reductions_are_exact(rank_strategy: DDPStrategy) -> None:
     """16-bit floats are reduced in 32 bits and integers in 64: no part of a sum overflows."""
-    for found in (result["exact"] for result in ranks):
-        assert (found["mean"].item(), found["mean"].dtype) == (40000.0, torch.half)
-        assert (found["sum"].item(), found["sum"].dtype) == (40000.0, torch.half)
-        assert (found["bfloat16"].item(), found["bfloat16"].dtype) == (258.0, torch.bfloat16)
-        assert (found["bytes"].item(), found["bytes"].dtype) == (600, torch.int64)
-        assert (found["int16"].tolist(), found["int16"].dtype) == ([3, 3], torch.int64)
-        assert [(each.double().item(), each.dtype) for each in found["odd"]] == [
-            (2.0, dtype) for dtype in ODD_DTYPES
-        ]
-        assert (found["uint64"].item(), found["uint64"].dtype) == (2**63 + 5, torch.uint64)
+    rank = rank_strategy.global_rank
+
+    def reduced(values: tuple[float, ...], dtype: torch.dtype, name: str) -> tuple[Any, torch.dtype]:
+        found = all_reduce(torch.tensor(values[rank], dtype=dtype), None, name)
+        return found.item(), found.dtype
+
+    assert reduced((4e4, 4e4, 4e4), torch.half, "mean") == (40000.0, torch.half)
+    assert reduced((4e4, 4e4, -4e4), torch.half, "sum") == (40000.0, torch.half)
+    assert reduced((256.0, 1.0, 1.0), torch.bfloat16, "sum") == (258.0, torch.bfloat16)
+    assert reduced((200, 200, 200), torch.uint8, "sum") == (600, torch.int64)
+    assert reduced((2**63 + 5, 1, 7), torch.uint64, "max") == (2**63 + 5, torch.uint64)
+    pair = sync_ddp(torch.full((2,), rank, dtype=torch.int16))
+    assert (pair.tolist(), pair.dtype) == ([3, 3], torch.int64)
+    for dtype in ODD_DTYPES:
+        found = all_reduce(torch.tensor(rank).to(dtype), None, "max")
+        assert (found.double().item(), found.dtype) == (2.0, dtype)
 
 
-@pytest.mark.quick
-def test_dataclasses(ranks: list[dict[str, Any]]) -> None:
-    """Frozen dataclasses are reduced and gathered like other containers."""
-    for found in (result["dataclasses"] for result in ranks):
-        reduced, gathered = found["reduced"], found["gathered"]
-        assert (reduced.loss.item(), reduced.counts, reduced.inner[0].loss.item()) == (6.0, (3,), 3)
-        assert (reduced.total, reduced.name) == (3.0, "train")
-        assert gathered.loss.tolist() == [[1.0], [2.0], [3.0]]
-        assert gathered.counts[0].tolist() == gathered.inner[0].loss.tolist() == [0, 1, 2]
-
-
-def test_what_cannot_be_reduced(ranks: list[dict[str, Any]]) -> None:
-    """Values that may hold numbers, but are not numeric, are errors that say what they are."""
-    for texts in (result["refused"] for result in ranks):
-        assert len(texts) == 28
-        for text in texts:
-            assert text.startswith("InvalidTypeError: value=")
-            assert "expected a dense tensor" in text
-
-
-def test_reducing_numbers(ranks: list[dict[str, Any]]) -> None:
+@on_three
+def test_reducing_numbers(rank_strategy: DDPStrategy) -> None:
     """Numbers stay numbers and arrays stay arrays; the result is that of all ranks."""
-    for found in (result["numbers"] for result in ranks):
-        total = found["sum"]
-        assert (total["a"], total["b"][0], total["c"], total["d"]) == (3, 4.5, 3.0, None)
-        assert isinstance(total["a"], int)
-        assert isinstance(total["b"][1], np.ndarray)
-        assert total["b"][1].tolist() == [3.0, 3.0]
-        assert (found["float"], found["mean"], found["least"]) == (9.0, 3.0, False)
+    rank = rank_strategy.global_rank
+    total = sync_ddp({"a": rank, "b": (rank + 0.5, np.array([rank, 1.0])), "c": np.float32(rank), "d": None})
+    assert (total["a"], total["b"][0], total["c"], total["d"]) == (3, 4.5, 3.0, None)
+    assert isinstance(total["a"], int)
+    assert isinstance(total["b"][1], np.ndarray)
+    assert total["b"][1].tolist() == [3.0, 3.0]
+    assert (sync_ddp(3.0), all_reduce(3), all_reduce(rank == 0, None, "min")) == (9.0, 3.0, False)
 
 
-def test_torchs_operations(ranks: list[dict[str, Any]]) -> None:
+@on_three
+def test_torchs_operations(rank_strategy: DDPStrategy) -> None:
     """Torch's operations are names too, and None is the sum; one without a name is refused."""
-    for found in (result["numbers"] for result in ranks):
-        assert [each.item() for each in found["operations"]] == [6.0, 2.0, 2.0, 3.0, 6.0]
-        assert "Unknown reduce_op" in found["refused"]
-        assert "BAND" in found["refused"]
+    own = torch.tensor(rank_strategy.global_rank + 1.0)
+    operations = (None, "mean", dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp(dist.ReduceOp.PRODUCT))
+    found = [rank_strategy.all_reduce(own, reduce_op=operation).item() for operation in operations]
+    assert found == [6.0, 2.0, 2.0, 3.0, 6.0]
+    with pytest.raises(ValueError, match=r"Unknown reduce_op.*BAND"):
+        rank_strategy.all_reduce(1, reduce_op=dist.ReduceOp.BAND)
 
 
-def test_higher_derivatives_of_gathered_values(ranks: list[dict[str, Any]]) -> None:
+@dataclass(frozen=True)
+class Measured:
+    """What a step may return: tensors and numbers, nested, beside other values."""
+
+    loss: Tensor
+    counts: tuple[int, ...]
+    inner: Any = None
+    name: str = "train"
+    total: float = field(init=False, default=1.0)
+
+
+@on_three
+@pytest.mark.quick
+def test_dataclasses(rank_strategy: DDPStrategy) -> None:
+    """Frozen dataclasses are reduced and gathered like other containers."""
+    rank = rank_strategy.global_rank
+    value = Measured(torch.tensor([rank + 1.0]), (rank,), [Measured(torch.tensor(rank), ())])
+    reduced, gathered = rank_strategy.all_reduce(value, reduce_op="sum"), rank_strategy.all_gather(value)
+    assert (reduced.loss.item(), reduced.counts, reduced.inner[0].loss.item()) == (6.0, (3,), 3)
+    assert (reduced.total, reduced.name) == (3.0, "train")
+    assert gathered.loss.tolist() == [[1.0], [2.0], [3.0]]
+    assert gathered.counts[0].tolist() == gathered.inner[0].loss.tolist() == [0, 1, 2]
+
+
+class Holder:
+    """Holds a tensor in an attribute."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.ones(1)
+
+
+@on_three
+def test_what_cannot_be_reduced(rank_strategy: DDPStrategy) -> None:
+    """Values that may hold numbers, but are not numeric, are errors that say what they are."""
+    odd: list[Any] = [
+        *({1.0, 2.0}, Holder(), Fraction(1, 2), iter([1.0]), range(2), torch.Size([2]), 2**70),
+        *(torch.eye(2).to_sparse(), torch.ones(2, device="meta"), torch.ones(1).expand(2)[None].to_mkldnn()),
+        *(np.array([None]), np.array(["text"]), np.ma.array([1.0, 2.0], mask=[False, True])),
+        array.array("d", [1]),
+    ]
+    for value in odd:
+        for call in (rank_strategy.all_reduce, rank_strategy.all_gather):
+            with pytest.raises(InvalidTypeError, match=r"(?s)^value=.*expected a dense tensor"):
+                call({"loss": torch.ones(1), "odd": [value]})
+
+
+# ------------------------------------------------------------------------------------- gathering
+
+
+@on_three
+def test_all_gather(rank_strategy: DDPStrategy) -> None:
+    """The shape of the result is (world_size, *), in rank order; containers are traversed."""
+    rank = rank_strategy.global_rank
+    plain = all_gather(torch.full((2, 1), float(rank)))
+    assert plain.tolist() == [[[0.0], [0.0]], [[1.0], [1.0]], [[2.0], [2.0]]]
+    numbers, text = all_gather({"a": (torch.tensor([rank]), "text")})["a"]
+    assert (numbers.tolist(), text) == ([[0], [1], [2]], "text")
+    strided = torch.arange(6.0).reshape(2, 3).t() + rank
+    torch.testing.assert_close(all_gather(strided)[rank], strided)
+
+
+@on_three
+def test_all_gather_ddp_if_available(rank_strategy: DDPStrategy) -> None:
+    """With a process group it is all_gather; a number becomes a vector."""
+    assert all_gather_ddp_if_available(torch.tensor(rank_strategy.global_rank)).tolist() == [0, 1, 2]
+
+
+@on_three
+@pytest.mark.quick
+def test_gathering_numbers_and_arrays(rank_strategy: DDPStrategy) -> None:
+    """Numbers and arrays become tensors of every rank's, on the strategy's device; other values stay."""
+    rank = rank_strategy.global_rank
+    mixed = {"a": rank, "b": [rank + 0.1, "text"], "c": rank == 0, "d": np.full((2, 1), rank)[::-1]}
+    found = rank_strategy.all_gather(mixed)
+    assert found["a"].tolist() == [0, 1, 2]
+    assert found["b"][0].tolist() == [0.1, 1.1, 2.1]  # as exact as Python's numbers
+    assert found["b"][1] == "text"
+    assert found["c"].tolist() == [True, False, False]
+    assert found["d"].tolist() == [[[0], [0]], [[1], [1]], [[2], [2]]]
+
+
+@on_three
+def test_gathering_any_dtype(rank_strategy: DDPStrategy) -> None:
+    """Dtypes that gloo does not send arrive too."""
+    rank = rank_strategy.global_rank
+    for dtype in ODD_DTYPES:
+        found = all_gather(torch.tensor([[1, rank]]).to(dtype))
+        assert (found.dtype, found.double().tolist()) == (dtype, [[[1, 0]], [[1, 1]], [[1, 2]]])
+    assert all_gather(torch.tensor(rank, dtype=torch.int16)).tolist() == [0, 1, 2]
+
+
+@on_three
+def test_higher_derivatives_of_gathered_values(rank_strategy: DDPStrategy) -> None:
     """Gathered values have all derivatives, as in one process."""
-    for rank, result in enumerate(ranks):
-        x = rank + 1.0
-        assert result["derivatives"] == pytest.approx([4 * x**3, 12 * x**2, 24 * x], rel=1e-12)
+    number = rank_strategy.global_rank + 1.0
+    x = torch.tensor(number, dtype=torch.float64, requires_grad=True)
+    value = (AllGatherGrad.apply(x * x) ** 2).sum()  # type: ignore[no-untyped-call]  # torch does not type it
+    found = []
+    for _ in range(3):
+        (value,) = torch.autograd.grad(value, x, create_graph=True)  # summed over the ranks' values
+        found.append(value.item() / WORLD)
+    assert found == pytest.approx([4 * number**3, 12 * number**2, 24 * number], rel=1e-12)
 
 
-def test_all_gather_with_gradients(ranks: list[dict[str, Any]]) -> None:
+def loss_of(everything: Tensor, rank: int) -> Tensor:
+    """Return a rank's loss, in which every slice has another part."""
+    coefficients = torch.linspace(-1, 1, everything.numel(), dtype=torch.float64).reshape(everything.shape)
+    return ((everything * coefficients).sum() * (rank + 1)).tanh() + (everything**2)[rank].sum()
+
+
+@on_three
+def test_all_gather_with_gradients(rank_strategy: DDPStrategy) -> None:
     """Gradients through a gather, summed over the ranks, are those of one process that has all the data."""
-    weights = weights_and_inputs(0)[0].requires_grad_()
-    outputs = torch.stack([weights_and_inputs(rank)[1] @ weights for rank in range(WORLD)])
-    losses: list[Tensor] = [loss_of(outputs, rank) for rank in range(WORLD)]
-    torch.stack(losses).sum().backward()
-    for result in ranks:
-        torch.testing.assert_close(result["gradient"], weights.grad, rtol=0, atol=1e-12)
+    rank, generator = rank_strategy.global_rank, torch.Generator().manual_seed(5)
+    weights = torch.randn(4, 3, dtype=torch.float64, generator=generator, requires_grad=True)
+    inputs = torch.randn(WORLD, 2, 4, dtype=torch.float64, generator=generator)
+    outputs = torch.stack([own @ weights for own in inputs])
+    total = torch.stack([loss_of(outputs, each) for each in range(WORLD)]).sum()
+    [expected] = torch.autograd.grad(total, weights)
+    [found] = torch.autograd.grad(loss_of(all_gather(inputs[rank] @ weights, sync_grads=True), rank), weights)
+    torch.testing.assert_close(all_reduce(found, None, "sum"), expected, rtol=0, atol=1e-12)
+
+
+LARGE = 3000  # float32: more bytes than travel with the description
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.int64, torch.bool, torch.complex64)
+KINDS: dict[str, Callable[[int], tuple[int, ...]]] = {
+    "scalar": lambda rank: (),
+    "even": lambda rank: (2, 3),
+    "uneven": lambda rank: (rank + 1, 3 - rank),
+    "large": lambda rank: (LARGE + rank, 2),
+    "empty": lambda rank: (rank * LARGE,),
+}
+
+
+def tensor_of(rank: int, kind: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return a rank's tensor; a matrix is not contiguous."""
+    shape = KINDS[kind](rank)
+    numbers = torch.arange(torch.Size(shape).numel()).reshape(shape) * (rank + 1)
+    tensor = (numbers % 2 == 0) if dtype is torch.bool else (numbers % 120).to(dtype)
+    return tensor.t() if tensor.ndim == 2 else tensor
+
+
+def check_gathered(found: list[Tensor], kind: str, dtype: torch.dtype = torch.float32) -> None:
+    """Compare what was gathered with each rank's tensor."""
+    assert len(found) == WORLD
+    for rank, tensor in enumerate(found):
+        torch.testing.assert_close(tensor, tensor_of(rank, kind, dtype), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gather_all_tensors(kind: str, ranks: list[dict[str, Any]]) -> None:
+@on_three
+def test_gather_all_tensors(kind: str, rank_strategy: DDPStrategy) -> None:
     """Each rank's tensor arrives unchanged, whatever its size, dtype and strides."""
-    for result in ranks:
-        for dtype in DTYPES:
-            gathered = result["shapes"][f"{kind} {dtype}"]
-            assert len(gathered) == WORLD
-            for rank, found in enumerate(gathered):
-                expected = tensor_of(rank, kind, dtype)
-                torch.testing.assert_close(
-                    found, expected.t() if expected.ndim == 2 else expected, rtol=0, atol=0
-                )
+    for dtype in DTYPES:
+        check_gathered(gather_all_tensors(tensor_of(rank_strategy.global_rank, kind, dtype)), kind, dtype)
 
 
+@on_three
+def test_gather_all_tensors_without_gloo(rank_strategy: DDPStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large tensors of different sizes arrive through other back ends too."""
+    monkeypatch.setattr(dist, "get_backend", lambda group=None: dist.Backend("mpi"))
+    check_gathered(gather_all_tensors(tensor_of(rank_strategy.global_rank, "large")), "large")
+
+
+@on_three
 @pytest.mark.quick
-def test_gather_all_tensors_refuses_mismatches(ranks: list[dict[str, Any]]) -> None:
+def test_gather_all_tensors_refuses_mismatches(rank_strategy: DDPStrategy) -> None:
     """Tensors that do not match are the same error on every rank, with each rank's input."""
-    for result in ranks:
-        assert all(text.startswith("TensorMismatchError: ") for text in result["mismatches"])
-        dims, dtypes, no_tensor, sparse = result["mismatches"]
-        assert (
-            "rank 0 of the group: torch.float32, shape (4,); rank 1 of the group: torch.float32, shape (2, 2)"
-            in dims
-        )
-        assert "rank 1 of the group: torch.float64" in dtypes
-        assert "rank 1 of the group: no tensor but list" in no_tensor
-        assert "rank 2 of the group: a tensor that is not dense (layout torch.sparse_coo" in sparse
+    rank = rank_strategy.global_rank
+    first, second = "rank 0 of the group: torch.float32, shape (4,)", "rank 1 of the group: "
+    odd: list[tuple[Any, str]] = [
+        (torch.ones(2, 2) if rank == 1 else torch.ones(4), f"{first}; {second}torch.float32, shape (2, 2)"),
+        (torch.ones(4, dtype=torch.float64 if rank == 1 else torch.int64), f"{second}torch.float64"),
+        ([1] if rank == 1 else torch.ones(4), f"{second}no tensor but list"),
+        (
+            torch.ones(2, 2).to_sparse() if rank == 2 else torch.ones(2, 2),
+            "rank 2 of the group: a tensor that is not dense (layout torch.sparse_coo",
+        ),
+    ]
+    for value, text in odd:
+        with pytest.raises(TensorMismatchError) as caught:
+            gather_all_tensors(value)
+        assert text in str(caught.value)
 
 
+@on_three
 @pytest.mark.quick
-def test_gather_object(ranks: list[dict[str, Any]]) -> None:
+def test_gather_object(rank_strategy: DDPStrategy) -> None:
     """One rank gets all values, the others nothing."""
-    assert [result["objects"]["one"] for result in ranks] == [None, [("", 0), ("x", 1), ("xx", 2)], None]
+    rank = rank_strategy.global_rank
+    found = gather_object(("x" * rank, rank), dst=1)
+    assert found == ([("", 0), ("x", 1), ("xx", 2)] if rank == 1 else None)
 
 
-def test_all_gather_object(ranks: list[dict[str, Any]]) -> None:
+@on_three
+def test_all_gather_object(rank_strategy: DDPStrategy) -> None:
     """Every rank gets all values."""
-    assert all(result["objects"]["all"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}] for result in ranks)
+    assert all_gather_object({"rank": rank_strategy.global_rank}) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
 
 
-def test_collectives_in_a_subgroup(ranks: list[dict[str, Any]]) -> None:
+# ------------------------------------------------------------------------------------- groups
+
+
+@on_three
+def test_collectives_in_a_subgroup(rank_strategy: DDPStrategy) -> None:
     """Every collective works among the ranks of a subgroup; on another rank it is an error."""
-    assert ranks[1]["subgroup"] == {"refused": [True] * 4}
-    for rank in (0, 2):
-        found = ranks[rank]["subgroup"]
-        assert found["reduced"].item() == 4.0
-        assert found["gathered"].tolist() == [0, 2]
-        assert [len(tensor) for tensor in found["tensors"]] == [0, 2]
-        assert found["objects"] == [0, 2]
-        assert found["object"] == (None if rank == 0 else [0, 2])
-        assert found["gradient"].tolist() == [2.0 * rank]
+    rank, pair = rank_strategy.global_rank, dist.new_group([0, 2])
+    if rank == 1:
+        calls: list[Callable[[], Any]] = [
+            lambda: all_reduce(torch.ones(1), pair),
+            lambda: all_gather(torch.ones(1), pair),
+            lambda: broadcast(rank, 0, pair),
+            lambda: barrier(pair),
+        ]
+        for call in calls:
+            with pytest.raises(ValueError):
+                call()
+        return
+    assert isinstance(pair, dist.ProcessGroup)
+    assert all_reduce(torch.tensor(rank + 1.0), pair, "sum").item() == 4.0
+    assert all_gather(torch.tensor(rank), pair).tolist() == [0, 2]
+    assert [len(tensor) for tensor in gather_all_tensors(torch.ones(rank), pair)] == [0, 2]
+    assert all_gather_object(rank, pair) == [0, 2]
+    assert gather_object(rank, 2, pair) == (None if rank == 0 else [0, 2])
+    x = torch.ones(1, requires_grad=True)
+    all_gather(x * rank, pair, sync_grads=True).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0 * rank]
 
 
-def test_init_process_group_with_a_group(ranks: list[dict[str, Any]]) -> None:
+@on_three
+def test_init_process_group_with_a_group(rank_strategy: DDPStrategy) -> None:
     """A matching group is used, another one is refused."""
-    for rank, found in enumerate(result["existing"] for result in ranks):
-        assert found["used"] == rank
-        assert f"rank {rank} of {WORLD}" in found["refused"] or rank == 0
-        assert "global_rank 0 of 1" in found["refused"]
+    rank, variables = rank_strategy.global_rank, rank_strategy.worker.variables
+    own = {name: value for name, value in variables.items() if "RANK" in name or "SIZE" in name}
+    same = PlainEnvironment({**own, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
+    assert init_process_group(same, "gloo").global_rank == rank
+    with pytest.raises(RuntimeError, match="global_rank 0 of 1") as caught:
+        init_process_group(LocalEnvironment())
+    assert f"rank {rank} of {WORLD}" in str(caught.value) or rank == 0
+
+
+def own_group(strategy: DDPStrategy) -> None:
+    """Create a process group by rank and size, in a process without one; then what does not work."""
+    cpu, rank = torch.device("cpu"), strategy.global_rank
+    ranks = init_process_group(LocalEnvironment(), "gloo", rank, 2, group_name="ours", device=cpu)
+    assert ranks == RankInfo(rank, rank, 0, 2, 2, 1)
+    assert float(all_reduce(torch.tensor(1.0), None, "sum")) == 2.0
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"store": None}, "takes no argument 'store'"),
+        ({"pg_option": None}, "Did you mean 'pg_options'"),
+        ({"group_name": "x"}, "A process group exists, which cannot take group_name"),
+        ({"world_size": 3}, "in the job it is global_rank"),
+    ]
+    for change, text in wrong:
+        arguments = {"global_rank": rank, "world_size": 2, "device": cpu, **change}
+        with pytest.raises((ValueError, RuntimeError), match=text):
+            init_process_group(LocalEnvironment(), "gloo", **arguments)
+    destroy_groups()
 
 
 @pytest.mark.quick
 def test_init_process_group_by_rank_and_size() -> None:
     """It takes a rank, a size, and torch's arguments; what would be ignored is refused."""
-    strategy = ddp("fork", "tcp")
-    strategy.launch(own_group, init_process_group=False)
-    for rank, found in strategy.results.items():
-        assert found[:2] == [RankInfo(rank, rank, 0, 2, 2, 1), 2.0]
-        store, typo, group_name, size = found[2:]
-        assert "takes no argument 'store'" in store
-        assert "Did you mean 'pg_options'" in typo
-        assert "A process group exists, which cannot take group_name" in group_name
-        assert "in the job it is global_rank" in size
+    ddp("fork", "tcp").launch(own_group, init_process_group=False)
 
 
-@pytest.mark.parametrize("scenario", ["first", "per_node"])
-def test_rank_zero_first(scenario: str, ranks: list[dict[str, Any]]) -> None:
+# ------------------------------------------------------------------------------------- rank zero first
+
+
+@pytest.mark.parametrize("local", [False, True])
+@on_three
+def test_rank_zero_first(local: bool, rank_strategy: DDPStrategy) -> None:
     """The other ranks run the block after rank zero."""
-    ended = ranks[0][scenario][1]
-    assert all(result[scenario][0] >= ended for result in ranks[1:])
+    with rank_strategy.rank_zero_first(local):
+        begun_s = time.monotonic()
+        time.sleep(0.2 if rank_strategy.is_global_zero else 0.0)
+        ended_s = time.monotonic()
+    assert rank_strategy.broadcast(ended_s) <= begun_s or rank_strategy.is_global_zero
 
 
-def test_rank_zero_first_tells_failures(ranks: list[dict[str, Any]]) -> None:
-    """The waiting ranks get rank zero's failure, and the next block works."""
-    assert ranks[0]["first_failed"] == "OSError: disk full"
-    for result in ranks[1:]:
-        assert result["first_failed"].startswith(
-            "RankZeroFailedError: The block of rank_zero_first() failed on global_rank 0: OSError: disk full."
-        )
-
-
-def test_rank_zero_first_keeps_what_is_no_utf8(ranks: list[dict[str, Any]]) -> None:
-    """A file name that is not UTF-8 is sent escaped; rank zero's own exception is unchanged."""
-    assert ranks[0]["first_failed_oddly"] == "OSError: no data-\udcff.bin"
-    for result in ranks[1:]:
-        assert r"failed on global_rank 0: OSError: no data-\udcff.bin." in result["first_failed_oddly"]
+@pytest.mark.parametrize(
+    ("name", "sent"), [("disk full", "disk full"), ("no data-\udcff.bin", r"no data-\udcff.bin")]
+)
+@on_three
+def test_rank_zero_first_tells_failures(name: str, sent: str, rank_strategy: DDPStrategy) -> None:
+    """The waiting ranks get rank zero's failure, escaped where it is not UTF-8; the next block works."""
+    with pytest.raises((OSError, RankZeroFailedError)) as caught, rank_strategy.rank_zero_first():
+        if rank_strategy.is_global_zero:
+            raise OSError(name)
+    if rank_strategy.is_global_zero:
+        assert str(caught.value) == name
+    else:
+        expected = f"The block of rank_zero_first() failed on global_rank 0: OSError: {sent}."
+        assert str(caught.value).startswith(expected)
+    with rank_strategy.rank_zero_first():
+        pass
 
 
 def fail_first(strategy: DDPStrategy) -> None:
@@ -303,31 +499,40 @@ class Pairs(DDPStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        groups = [torch.distributed.new_group([0, 2]), torch.distributed.new_group([1, 3])]
-        self._pair: torch.distributed.ProcessGroup = groups[self.global_rank % 2]
+        groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        self._pair: dist.ProcessGroup = groups[self.global_rank % 2]
 
     @property
-    def data_parallel_group(self) -> torch.distributed.ProcessGroup | None:
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
         return self._pair
 
 
-def train_in_pairs(strategy: DDPStrategy) -> dict[str, Any]:
-    """Return where this rank samples, what it reduces, and the gradient of a wrapped module."""
+def pairs(kind: type[Pairs] = Pairs) -> Pairs:
+    """Return the strategy on four ranks."""
+    return kind(start_method="fork", accelerator="cpu", devices=4)
+
+
+def check_pairs(strategy: DDPStrategy) -> None:
+    """Compare where this rank samples, what it reduces, and the gradient of a wrapped module."""
+    rank = strategy.global_rank
     module = torch.nn.Linear(1, 1, bias=False)
-    torch.nn.init.ones_(module.weight)
     wrapped = strategy.setup_module(module)
-    strategy.backward(wrapped(torch.tensor([[float(strategy.global_rank)]])).sum())
+    strategy.backward(wrapped(torch.tensor([[float(rank)]])).sum())
     assert module.weight.grad is not None
-    return {
-        "sampler": strategy.distributed_sampler_kwargs,
-        "reduced": strategy.all_reduce(torch.tensor(float(strategy.global_rank)), reduce_op="sum").item(),
-        "gradient": module.weight.grad.item(),
-        "everybody": strategy.all_gather_object(strategy.global_rank, torch.distributed.group.WORLD),
-    }
+    assert module.weight.grad.item() == (1.0 if rank % 2 == 0 else 2.0)
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": rank // 2}
+    assert strategy.all_reduce(torch.tensor(float(rank)), reduce_op="sum") == (2.0 if rank % 2 == 0 else 4.0)
+    assert strategy.all_gather_object(rank, dist.group.WORLD) == [0, 1, 2, 3]
+
+
+@pytest.mark.quick
+def test_data_parallel_group() -> None:
+    """Sampling, reducing and wrapping follow a subgroup; the whole world can still be asked for."""
+    pairs().launch(check_pairs)
 
 
 class InPairs(TrainingModule):
-    """Trains each pair on numbers of its own, and records each rank's data and weights."""
+    """Trains each pair on numbers of its own, and compares each rank's data and weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -344,9 +549,9 @@ class InPairs(TrainingModule):
         return self.layer(batch[0]).sum()  # type: ignore[no-any-return]  # modules are untyped
 
     def on_train_end(self) -> None:
-        mine = (self.read, self.layer.weight.item())
-        everybody = self.trainer.strategy.all_gather_object(mine, torch.distributed.group.WORLD)
-        self.hparams = {"by_rank": everybody}
+        first, is_odd = divmod(self.global_rank, 2)
+        assert self.read == [10.0 * is_odd + first, 10.0 * is_odd + first + 2]
+        assert self.layer.weight.item() == (-(10.5 + 12.5) if is_odd else -(0.5 + 2.5))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1.0)
@@ -355,26 +560,8 @@ class InPairs(TrainingModule):
 def test_a_trainer_follows_the_data_parallel_group() -> None:
     """It distributes samples and averages gradients within the subgroup."""
     module = InPairs()
-    quiet_trainer(Pairs(start_method="fork", accelerator="cpu", devices=4), 4, max_epochs=1).fit(module)
-    even, odd = -(0.5 + 2.5), -(10.5 + 12.5)
-    assert module.hparams["by_rank"] == [
-        ([0.0, 2.0], even),
-        ([10.0, 12.0], odd),
-        ([1.0, 3.0], even),
-        ([11.0, 13.0], odd),
-    ]
-
-
-@pytest.mark.quick
-def test_data_parallel_group() -> None:
-    """Sampling, reducing and wrapping follow a subgroup; the whole world can still be asked for."""
-    strategy = Pairs(start_method="fork", accelerator="cpu", devices=4)
-    strategy.launch(train_in_pairs)
-    for rank, found in strategy.results.items():
-        assert found["sampler"] == {"num_replicas": 2, "rank": rank // 2}
-        assert found["reduced"] == (2.0 if rank % 2 == 0 else 4.0)
-        assert found["gradient"] == (1.0 if rank % 2 == 0 else 2.0)
-        assert found["everybody"] == [0, 1, 2, 3]
+    quiet_trainer(pairs(), 4, max_epochs=1).fit(module)
+    assert module.layer.weight.item() == -(0.5 + 2.5)
 
 
 class Astray(Pairs):
@@ -384,17 +571,14 @@ class Astray(Pairs):
         return torch.nn.parallel.DistributedDataParallel(module)
 
 
-def refusal_of(strategy: DDPStrategy) -> str:
-    """Return why a module is not set up."""
-    with pytest.raises(ConfigurationError) as caught:
+def check_refusal(strategy: DDPStrategy) -> None:
+    """Compare why a module is not set up."""
+    with pytest.raises(ConfigurationError, match=r"process_group=self\.data_parallel_group") as caught:
         strategy.setup_module(torch.nn.Linear(1, 1))
-    return str(caught.value)
+    pair = strategy.global_rank % 2
+    assert f"has the ranks [0, 1, 2, 3], data_parallel_group [{pair}, {pair + 2}]" in str(caught.value)
 
 
 def test_a_wrapper_without_the_group_is_refused() -> None:
     """Gradients would be averaged over other ranks than those that share the data."""
-    strategy = Astray(start_method="fork", accelerator="cpu", devices=4)
-    strategy.launch(refusal_of)
-    for rank, refusal in strategy.results.items():
-        assert f"has the ranks [0, 1, 2, 3], data_parallel_group [{rank % 2}, {rank % 2 + 2}]" in refusal
-        assert "process_group=self.data_parallel_group" in refusal
+    pairs(Astray).launch(check_refusal)
