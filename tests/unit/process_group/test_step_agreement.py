@@ -139,7 +139,7 @@ def _train_in_parts(agreement: StopAgreement, rank: int, chance: random.Random, 
 
 def test_steps_in_parts() -> None:
     """Ranks have different numbers of parts; all stop in the same step, in the middle of it or at its end."""
-    for repetition in range(40):
+    for repetition in range(12):
         store = dist.HashStore()
         workers = [started(rank, 3, store) for rank in range(3)]
         ends: list[list[int]] = [[]] * 3
