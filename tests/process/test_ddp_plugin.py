@@ -188,8 +188,8 @@ class AroundSuper(InPlace):
 @pytest.mark.quick
 def test_configure_ddp_of_lightning_2(rank_strategy: DDPStrategy) -> None:
     """`configure_ddp(self)` gets the module as `self.model`, which is its own again after the wrapping."""
+    strategy: Any = rank_strategy
     for kind in (InPlace, AroundSuper):
-        strategy: Any = rank_strategy
         strategy.__class__ = kind
         module = nn.Linear(1, 1)
         wrapped: Any = strategy.setup_module(module)
@@ -197,3 +197,5 @@ def test_configure_ddp_of_lightning_2(rank_strategy: DDPStrategy) -> None:
         assert isinstance(wrapped, Wrapper) or wrapped.name == "changed"
         assert strategy.model == "the user's own"
         assert "_setup_model" not in vars(strategy)
+    with pytest.raises(TypeError, match="missing 2 required positional arguments"):
+        super(InPlace, strategy).configure_ddp()  # outside of the wrapping

@@ -109,13 +109,13 @@ def own_memory(module: nn.Module, launcher: Launcher | None) -> None:
 
 
 def or_in_place(configure_ddp: Method) -> Method:
-    """Let `super().configure_ddp()` without arguments wrap `self.model`, and overrides take no arguments."""
+    """Allow overrides without arguments, and let their `super().configure_ddp()` wrap `self.model`."""
 
     @wraps(configure_ddp)
     def configure(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs:
+        if args or kwargs or "_setup_model" not in vars(self):  # see compatibility/lightning_wrapping.py
             return configure_ddp(self, *args, **kwargs)
-        self.model = self._setup_model(self.model)  # see compatibility/lightning_wrapping.py
+        self.model = self._setup_model(self.model)
         return self.model
 
     vars(configure)["may_be_bare"] = True

@@ -137,9 +137,10 @@ def _train_in_parts(agreement: StopAgreement, rank: int, chance: random.Random, 
         begun[-1] = -1  # all of them
 
 
-def test_steps_in_parts() -> None:
+@pytest.mark.parametrize("repetitions", [12, pytest.param(40, marks=pytest.mark.soak)])
+def test_steps_in_parts(repetitions: int) -> None:
     """Ranks have different numbers of parts; all stop in the same step, in the middle of it or at its end."""
-    for repetition in range(12):
+    for repetition in range(repetitions):
         store = dist.HashStore()
         workers = [started(rank, 3, store) for rank in range(3)]
         ends: list[list[int]] = [[]] * 3
