@@ -27,6 +27,20 @@ def test_programs(run_script: ScriptRunner, tmp_path: Path, number: int) -> None
     assert result.stdout == "ranks: 2.0\n", result
 
 
+CHECK = """
+    from rankwise.testing import check_launcher
+
+    check_launcher(DDPStrategy(launcher=PoolLauncher(), accelerator="cpu", devices=2))
+"""
+
+
+def test_the_contract_of_a_launcher(run_script: ScriptRunner) -> None:
+    """The page's own launcher breaks one rule, as the page says; its ranks have torchrun's variables."""
+    result = run_script(PROGRAMS[1] + CHECK)
+    assert "breaks 1 rule of its contract" in result.stderr, result
+    assert "Seen: a rank that raises is a WorkerError with its number and its traceback" in result.stderr
+
+
 def test_there_are_no_other_programs() -> None:
     """All are run."""
     assert len(PROGRAMS) == 2

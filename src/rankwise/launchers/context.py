@@ -96,7 +96,7 @@ class WorkerContext:
     """The arguments of a function that a launcher runs as a rank."""
 
     ranks: RankInfo
-    variables: Mapping[str, str] = field(default_factory=dict)  # as torchrun sets them
+    variables: Mapping[str, str] = field(default_factory=dict)  # torchrun's; empty where they are set already
     address: tuple[str, int] | None = None  # of the store; None where it is private, or not needed
     hosts_store: bool = False  # whether this rank has to host the store itself
     store_outlives: bool = False  # it may hold keys of an earlier start, as an elastic agent's does
@@ -360,10 +360,12 @@ def _write_error_file(error: Exception, record: FailureRecord | None) -> None:
     get_error_handler().record_exception(error)
 
 
-def torchrun_variables(ranks: RankInfo, address: tuple[str, int] | None) -> dict[str, str]:
+def torchrun_variables(
+    ranks: RankInfo, address: tuple[str, int] | None, launching_pid: int | None = None
+) -> dict[str, str]:
     """Return the variables that torchrun gives its workers; `MASTER_*` only if something listens there.
 
-    Runs on: the launching process; its process id names the run.
+    The process id of the launching process, by default this one, names the run.
 
     Source: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
     """
@@ -386,7 +388,7 @@ def torchrun_variables(ranks: RankInfo, address: tuple[str, int] | None) -> dict
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": 0,
             "TORCHELASTIC_MAX_RESTARTS": 0,
-            "TORCHELASTIC_RUN_ID": f"rankwise-{os.getpid()}",
+            "TORCHELASTIC_RUN_ID": f"rankwise-{launching_pid or os.getpid()}",
         }
     return {name: str(value) for name, value in variables.items()}
 

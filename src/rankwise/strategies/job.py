@@ -21,7 +21,7 @@ from rankwise.errors import hint_for, text_of
 from rankwise.failures.classify import readable
 from rankwise.failures.exchange import resolve_cause
 from rankwise.gradient_sync.unused import explain_unused
-from rankwise.launchers.context import WorkerContext
+from rankwise.launchers.context import WorkerContext, torchrun_variables
 from rankwise.monitoring.heartbeat import (
     OPTIMIZER,
     TEARDOWN,
@@ -238,9 +238,17 @@ def _launch_copies(
     from rankwise.launchers.process_state import ProcessState
     from rankwise.processes.memory_file import PickledByValue, unpack_bytes
 
-    copied = PickledByValue(partial(ProcessState.of_this_process().run, entry))
+    run = partial(_run_with_variables, entry, os.getpid())
+    copied = PickledByValue(partial(ProcessState.of_this_process().run, run))
     returned = launcher.launch(copied, described, rendezvous)
     return {rank: unpack_bytes(value) for rank, value in returned.items()}
+
+
+def _run_with_variables(entry: Entry, launching_pid: int, worker: WorkerContext) -> Any:
+    """Run an entry as a rank with torchrun's variables, if the launcher has given it none."""
+    if not worker.variables:
+        worker.variables = torchrun_variables(worker.ranks, worker.address, launching_pid)
+    return entry(worker)
 
 
 def _finish_checkpoints(checkpoint_io: CheckpointIO) -> None:
