@@ -28,6 +28,7 @@ QUESTIONS = {
     "state_return": ("state_return", "bringing the trained model back to the caller"),
     "faults": ("faults.question", "how long a failed job takes to end"),
     "scale": ("scale", "what grows with the number of ranks, simulated in one process"),
+    "gpu_step": ("gpu_step", "the time of a training step on a GPU; only when it is named"),
 }
 """By name: the module here whose `measure` answers it, and what it is."""
 
@@ -49,7 +50,8 @@ def _measure(options: argparse.Namespace) -> int:
     pool = ThreadPoolExecutor(
         2 if options.quick else 1
     )  # no context: an interrupt would wait for its threads
-    for result in pool.map(partial(_answer, sampling=sampling), options.questions or list(QUESTIONS)):
+    questions = options.questions or [name for name in QUESTIONS if name != "gpu_step"]
+    for result in pool.map(partial(_answer, sampling=sampling), questions):
         print(result, flush=True)
         results.append(result)
         if options.json is not None:

@@ -31,15 +31,24 @@ CASES: dict[str, tuple[int, dict[str, Any], tuple[int, int]]] = {
     ),
     "tiny model, 2 ranks": (2, {"model": "tiny"}, (200, 30)),
     "5 million parameters, 2 ranks": (2, {"model": "medium"}, (30, 13)),
+    "tiny model, a GPU": (1, {"model": "tiny", "device": "cuda"}, (400, 30)),
+    "5 million parameters, a GPU": (1, {"model": "medium", "device": "cuda"}, (200, 30)),
 }
+_ON_GPU = ("raw torch", "rankwise", "Lightning Trainer")
 
 
-def measure(sampling: Sampling) -> Result:
-    """Measure all cases, those of one number of ranks in one program."""
+def measure(sampling: Sampling, device: str = "cpu") -> Result:
+    """Measure all cases of a device, those of one number of ranks in one program."""
     rows: list[Row] = []
     failed: dict[str, str] = {}
     for ranks in (1, 2):
-        cases = [case for case, (its_ranks, _, _) in CASES.items() if its_ranks == ranks]
+        cases = [
+            case
+            for case, (its_ranks, fields, _) in CASES.items()
+            if its_ranks == ranks and fields.get("device", "cpu") == device
+        ]
+        if not cases:
+            continue
         request = {"cases": cases, "rounds": sampling.rounds, "is_quick": sampling.is_quick}
         times: dict[str, Times] = {}
         try:
@@ -50,7 +59,7 @@ def measure(sampling: Sampling) -> Result:
             wall = {name: [wall for wall, _ in each] for name, each in found.items()}
             processor = {name: [work for _, work in each] for name, each in found.items()}
             rows += rows_of_figures(case, Figure.of(wall, processor))
-    return Result("step", rows, absent(), failed)
+    return Result("step" if device == "cpu" else "gpu_step", rows, absent(), failed)
 
 
 def case_arms(case: str, *, is_quick: bool) -> dict[str, Callable[[], tuple[float, float]]]:
@@ -62,6 +71,7 @@ def case_arms(case: str, *, is_quick: bool) -> dict[str, Callable[[], tuple[floa
     jobs = [
         Job(name, ranks=ranks, steps=steps[is_quick], **fields)
         for name in taking_part("here", has_extras=has_extras)
+        if "device" not in fields or name in _ON_GPU
     ]
     return {job.contender: partial(timed, job) for job in jobs}
 

@@ -24,7 +24,7 @@ def train(job: Job) -> None:
         options = {"logger": CSVLogger(job.folder or "."), "callbacks": [ModelCheckpoint()]}
         options |= {"enable_progress_bar": True, "log_every_n_steps": 50}
     trainer = Trainer(
-        accelerator="cpu",
+        accelerator=job.device,
         devices=job.ranks,
         strategy=strategy,
         max_epochs=1,

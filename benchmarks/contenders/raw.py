@@ -38,14 +38,14 @@ def train_rank(job: Job) -> None:
     joins = job.ranks > 1 and not dist.is_initialized()
     if joins:
         dist.init_process_group("gloo")
-    net = job.make_model()
+    net = job.make_model().to(job.device)
     model: Any = torch.nn.parallel.DistributedDataParallel(net) if job.ranks > 1 else net
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with ExitStack() as opened:
         show = _extras(job, opened) if job.has_extras else None
         for number, (samples, labels) in enumerate(job.batches()):
             job.begin_step()
-            loss = cross_entropy(model(samples), labels)
+            loss = cross_entropy(model(samples.to(job.device)), labels.to(job.device))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -33,7 +33,7 @@ def train(job: Job) -> None:
         }
         options |= {"log_every_n_steps": 50}
     trainer = pl.Trainer(
-        accelerator="cpu",
+        accelerator=job.device,
         devices=job.ranks,
         strategy=strategy,
         max_epochs=1,
