@@ -21,6 +21,8 @@ from rankwise.strategies.placement import Placement
 
 T = TypeVar("T")
 _private: Any = multi_threaded_pg  # untyped
+if not hasattr(_private.ThreadLocalWorld, "comms"):  # torch 2.11 destroys what is in it
+    _private.ThreadLocalWorld.comms = []
 _END_S = 20.0
 
 
