@@ -175,6 +175,11 @@ class TrainerOptions:
             value = absolute_path(value or ".")
         super().__setattr__(name, value)
 
+    @property
+    def sets_torch_flags(self) -> bool:
+        """Whether a stage sets flags of torch."""
+        return bool(self.deterministic or self.detect_anomaly) or self.benchmark is not None
+
     def limit(self, phase: str) -> _Limit:
         """Return how many batches of a phase run (int), or which fraction of them (float)."""
         limit: _Limit = getattr(self, _LIMITS[phase])

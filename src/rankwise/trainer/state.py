@@ -10,7 +10,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, final
 
 from rankwise.errors import LifecycleError
-from rankwise.seed import RandomStreams
+from rankwise.seed import RandomStreams, mixed_seed, seed_process
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -158,6 +158,10 @@ class Progress:
             self.current_epoch += 1
             self.is_epoch_begun = False
             self.begin_epoch()
+
+    def position(self) -> tuple[int, int]:
+        """Return numbers that are the same on all ranks, and others after each batch."""
+        return self.current_epoch, self.total_batches
 
     @property
     def is_possible(self) -> bool:
@@ -336,6 +340,18 @@ class LoopContext:
     def datamodule(self) -> DataModule | None:
         """The Trainer's data module: the last that a stage was given."""
         return self.hooks.trainer.datamodule
+
+    def part_streams(self, seed: int) -> None:
+        """Begin a random stream of this rank for forward, backward and data, unless it is alone.
+
+        In hooks and optimizers all ranks continue to draw the same numbers.
+        """
+        strategy, progress = self.strategy, self.state.progress
+        if strategy.world_size == 1:
+            return
+        device = strategy.root_device
+        seed_process(mixed_seed(seed, progress.global_step, strategy.global_rank), device)
+        self.stage.random.part(seed, device, progress.position)
 
     @property
     def has_validation_in_epoch(self) -> bool:

@@ -28,8 +28,7 @@ from rankwise.trainer.metrics.metric_objects import (
 from rankwise.trainer.metrics.results import Results
 
 if TYPE_CHECKING:
-    from rankwise.strategies import Strategy
-    from rankwise.trainer.state import LoopContext, Progress, TrainerState
+    from rankwise.trainer.state import LoopContext, TrainerState
 
 _METRICS = {  # keys in checkpoints, and attributes of `PublishedMetrics`
     "callback_metrics": "callback",
@@ -180,28 +179,6 @@ def changing_state(context: LoopContext) -> dict[str, Any]:
     }
 
 
-def seed_rank(strategy: Strategy, seed: int, global_step: int) -> None:
-    """Seed this rank's random generators with a number that depends on the seed, the step and the rank."""
-    seed_process(mixed_seed(seed, global_step, strategy.global_rank), strategy.root_device)
-
-
-def part_streams(context: LoopContext, seed: int) -> None:
-    """Begin a random stream of this rank for forward, backward and data, unless it is alone.
-
-    In hooks and optimizers all ranks continue to draw the same numbers.
-    """
-    strategy, progress = context.strategy, context.state.progress
-    if strategy.world_size == 1:
-        return
-    seed_rank(strategy, seed, progress.global_step)
-    position = partial(_position, progress)
-    context.stage.random.part(seed, strategy.root_device, position)
-
-
-def _position(progress: Progress) -> tuple[int, int]:
-    return progress.current_epoch, progress.total_batches
-
-
 @final
 class RankState:
     """This rank's part of a checkpoint; `states` is what `gather_rank_states` returned for it.
@@ -267,4 +244,6 @@ class RankState:
             with restored_from(self._source, "random state"):
                 set_random_state(self._states[0]["random"], self._strategy.root_device)
         else:
-            seed_rank(self._strategy, self._state.seed, self._state.progress.global_step)
+            state, strategy = self._state, self._strategy
+            own_seed = mixed_seed(state.seed, state.progress.global_step, strategy.global_rank)
+            seed_process(own_seed, strategy.root_device)

@@ -23,7 +23,8 @@ from rankwise.trainer.arguments import TrainerOptions, with_known_keywords
 from rankwise.trainer.checkpointing import CheckpointFiles, check_hyper_parameters, save_checkpoint
 from rankwise.trainer.consistency import check_can_compare
 from rankwise.trainer.data import DataModule
-from rankwise.trainer.data_loaders import check_loaders
+from rankwise.trainer.data.loader_shard import check_loaders
+from rankwise.trainer.data.stage_loaders import StageLoaders
 from rankwise.trainer.hooks import Hooks, check_hooks
 from rankwise.trainer.loops.evaluation import GATHERINGS, Gather
 from rankwise.trainer.loops.manual import check_manual
@@ -271,8 +272,8 @@ class Trainer(TrainerProperties):
         self.state.should_stop = False
         if ckpt_path is None and self.context(model).warn_if_done():
             return
-        loaders = {"train": train_dataloaders, "validate": val_dataloaders}
-        self._launch(Stage("fit", loaders, ckpt_path=ckpt_path, datamodule=datamodule), model)
+        given = {"train": train_dataloaders, "validate": val_dataloaders}
+        self._launch(Stage(StageLoaders("fit", given, datamodule), ckpt_path=ckpt_path), model)
 
     def validate(
         self,
@@ -299,11 +300,8 @@ class Trainer(TrainerProperties):
         """
         check_choice("verbose", verbose, (True, False))
         arguments.check_weights_only(weights_only)
-        return self._evaluate(
-            Stage("validate", {"validate": dataloaders}, ckpt_path=ckpt_path, datamodule=datamodule),
-            model,
-            verbose,
-        )
+        loaders = StageLoaders("validate", {"validate": dataloaders}, datamodule)
+        return self._evaluate(Stage(loaders, ckpt_path=ckpt_path), model, verbose)
 
     def test(
         self,
@@ -318,9 +316,8 @@ class Trainer(TrainerProperties):
         """Evaluate a module on test data; see `validate`."""
         check_choice("verbose", verbose, (True, False))
         arguments.check_weights_only(weights_only)
-        return self._evaluate(
-            Stage("test", {"test": dataloaders}, ckpt_path=ckpt_path, datamodule=datamodule), model, verbose
-        )
+        loaders = StageLoaders("test", {"test": dataloaders}, datamodule)
+        return self._evaluate(Stage(loaders, ckpt_path=ckpt_path), model, verbose)
 
     def predict(
         self,
@@ -360,17 +357,10 @@ class Trainer(TrainerProperties):
         check_choice("gather", gather, GATHERINGS)
         check_choice("return_predictions", return_predictions, (True, False, None))
         arguments.check_weights_only(weights_only)
-        predictions: list[Any] = self._launch(
-            Stage(
-                "predict",
-                {"predict": dataloaders},
-                gather,
-                keeps_outputs=return_predictions is not False,
-                ckpt_path=ckpt_path,
-                datamodule=datamodule,
-            ),
-            model,
-        )
+        loaders = StageLoaders("predict", {"predict": dataloaders}, datamodule)
+        keeps_outputs = return_predictions is not False
+        stage = Stage(loaders, gather, keeps_outputs=keeps_outputs, ckpt_path=ckpt_path)
+        predictions: list[Any] = self._launch(stage, model)
         return predictions
 
     def save_checkpoint(
@@ -419,7 +409,7 @@ class Trainer(TrainerProperties):
         """Run a stage on every rank, and restore its state here."""
         is_given = model is not None or stage.name == "fit"
         model = model if is_given else self.module
-        with own_classes(self, model, stage.datamodule, self.datamodule):
+        with own_classes(self, model, stage.loaders.datamodule, self.datamodule):
             return self._launch_with(model, stage, is_given=is_given)
 
     def _launch_with(self, model: Any, stage: Stage, *, is_given: bool) -> Any:
@@ -462,8 +452,8 @@ class Trainer(TrainerProperties):
         self.strategy.results = {}
         if not self.strategy.launcher.has_other_ranks:  # which would wait, where this process fails alone
             stage.load_checkpoint(self.context(model))
-        if stage.datamodule is not None:
-            self.datamodule = stage.datamodule
+        if stage.loaders.datamodule is not None:
+            self.datamodule = stage.loaders.datamodule
         self._set_module(model, stage.name)
         brings_state_back = not self.strategy.runs_in_caller
         with read_by_name(known_to_caller(self.context(model)).named if brings_state_back else {}):
@@ -479,7 +469,7 @@ class Trainer(TrainerProperties):
             return
         if CheckpointFiles(self.context(model)).find(stage.ckpt_path) is None:
             for callback in preparing:
-                callback.prepare_run(self, model, stage.loaders["train"], stage.datamodule)
+                callback.prepare_run(self, model, stage.loaders.given["train"], stage.loaders.datamodule)
 
     def trial(self, model: TrainingModule, callback: Callback, **options: Any) -> Trainer:
         """Return a trainer for a fit of `model` that leaves this one as it is, on the same strategy.
@@ -502,7 +492,7 @@ class Trainer(TrainerProperties):
             raise no_module(model)
         stage.check_module(model)
         self._add_callbacks_of(model)
-        check_hooks(model, self.callbacks, stage.datamodule, self.loggers)
+        check_hooks(model, self.callbacks, stage.loaders.datamodule, self.loggers)
         for callback in self.callbacks:
             callback.check_stage(self, model, stage.name)
         CheckpointFiles(self.context(model)).check_paths(stage.name, stage.ckpt_path)
@@ -515,10 +505,11 @@ class Trainer(TrainerProperties):
             if self.world_size > 1:
                 self.strategy.gradients.check_module(model, self.strategy)
             check_hyper_parameters(
-                self.context(model), self.datamodule if stage.datamodule is None else stage.datamodule
+                self.context(model),
+                self.datamodule if stage.loaders.datamodule is None else stage.loaders.datamodule,
             )
-        for phase, given in stage.loaders.items():
-            check_loaders(stage.name, phase, given, self.options, self.world_size)
+        for phase, loaders in stage.loaders.given.items():
+            check_loaders(stage.name, phase, loaders, self.options, self.world_size)
 
     def _add_callbacks_of(self, model: TrainingModule) -> None:
         """Add the callbacks that the module configures; callbacks of types that it had added before stay."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rankwise.callbacks import Callback, ModelCheckpoint
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.trainer import Trainer
+from rankwise.trainer.data.stage_loaders import StageLoaders
 from rankwise.trainer.stages import Stage
 from rankwise.trainer.state_transfer import restore
 from rankwise.trainer.trainer import _run_on_rank
@@ -55,7 +56,7 @@ def fit_elsewhere(train: Trainer, model: Line) -> None:
     """Fit as spawn does: copies of trainer and module train, and their state is restored here."""
     their_train, their_model = pickle.loads(pickle.dumps((train, model)))
     train._set_module(model, "fit")
-    stage = Stage("fit", {"train": loader(), "validate": None}, seed=0)
+    stage = Stage(StageLoaders("fit", {"train": loader(), "validate": None}), seed=0)
     strategy = copy.copy(train.strategy)
     strategy.precision = pickle.loads(pickle.dumps(strategy.precision))
 

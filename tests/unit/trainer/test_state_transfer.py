@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from rankwise.callbacks import Callback, ModelCheckpoint
 from rankwise.processes.returned_state import AttributesBefore, ObjectState
 from rankwise.trainer import Trainer
+from rankwise.trainer.data.stage_loaders import StageLoaders
 from rankwise.trainer.stages import Stage
 from rankwise.trainer.state_transfer import restore
 from rankwise.trainer.trainer import _run_on_rank
@@ -62,7 +63,7 @@ def fit_elsewhere(train: Trainer, model: Line, their_model: Any = None) -> None:
     """Fit as spawn does: copies of trainer and module train, and their state is restored here."""
     their_train, their_copy = pickle.loads(pickle.dumps((train, None if their_model else model)))
     their_model = their_model or their_copy
-    stage = Stage("fit", {"train": loader(), "validate": None}, seed=0)
+    stage = Stage(StageLoaders("fit", {"train": loader(), "validate": None}), seed=0)
     train._set_module(model, "fit")
 
     def work() -> Any:

@@ -1,4 +1,4 @@
-"""A Trainer's data: data modules, the hooks that they share with modules, and the training data."""
+"""A stage's data: loaders and each rank's part of them, data modules, and the hooks shared with modules."""
 
 from rankwise.trainer.data.data_module import DataModule
 

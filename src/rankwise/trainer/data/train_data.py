@@ -13,7 +13,7 @@ from rankwise.data.batches import BatchSizes, BatchStream, DescribedBatch, batch
 from rankwise.data.combined_loader import CombinedLoader, Row, rows
 from rankwise.data.sampler import ShardedSampler, length_of
 from rankwise.errors import ConfigurationError
-from rankwise.trainer.data_loaders import LoaderShard, first_of, limited
+from rankwise.trainer.data.loader_shard import LoaderShard, first_of, limited
 
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy

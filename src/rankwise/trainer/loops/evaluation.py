@@ -22,18 +22,19 @@ from rankwise.process_group.collectives import ranks_of
 from rankwise.process_group.interception import Call, own_calls_intercepted
 from rankwise.strategies.data_split import check_same_order
 from rankwise.trainer.data.batch_transfer import BatchTransfer
-from rankwise.trainer.data_loaders import PHASE_NAMES, limited
+from rankwise.trainer.data.loader_shard import PHASE_NAMES, limited
 from rankwise.trainer.hooks import num_step_arguments
 from rankwise.trainer.metrics.metric_objects import empty_lists_refused, metric_objects
 from rankwise.trainer.metrics.results import Results, StepOfEvaluation
 
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
-    from rankwise.trainer.data_loaders import LoaderShard
+    from rankwise.trainer.data.loader_shard import LoaderShard
     from rankwise.trainer.loops.stopping import Stopping
     from rankwise.trainer.state import LoopContext
 
 Gather = Literal["all", "rank_zero"] | None
+EvaluationName = Literal["validate", "test", "predict"]
 GATHERINGS: tuple[Gather, ...] = ("all", "rank_zero", None)
 
 T = TypeVar("T")
@@ -78,7 +79,7 @@ class _StepCollectives:
         share: this rank's part of the loader that is evaluated; None outside of steps.
     """
 
-    def __init__(self, context: LoopContext, stage: Literal["validate", "test", "predict"]) -> None:
+    def __init__(self, context: LoopContext, stage: EvaluationName) -> None:
         self._context = context
         self._stage = stage
         self.share: LoaderShard | None = None
@@ -128,7 +129,7 @@ class EvaluationLoop:
 
     context: LoopContext
     shares: list[LoaderShard]
-    stage: Literal["validate", "test", "predict"]
+    stage: EvaluationName
 
     def __post_init__(self) -> None:
         self.context.profiler.instrument(self, _run_batch=f"run_{_NAMES[self.stage][1]}_batch")

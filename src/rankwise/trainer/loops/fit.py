@@ -13,7 +13,7 @@ from rankwise.stores.waiting import StoreCounter
 from rankwise.strategies.data_split import check_same_order
 from rankwise.trainer.consistency import check_unowned, compare_before_epoch, compare_ranks
 from rankwise.trainer.data.batch_transfer import BatchTransfer
-from rankwise.trainer.data_loaders import PHASE_NAMES, must_reload
+from rankwise.trainer.data.loader_shard import PHASE_NAMES, must_reload
 from rankwise.trainer.hooks import training_outputs
 from rankwise.trainer.loops.automatic import AutomaticOptimization
 from rankwise.trainer.loops.bucket_order import record_gradient_order
@@ -23,7 +23,7 @@ from rankwise.trainer.loops.stopping import Stopping
 from rankwise.trainer.loops.uneven_inputs import BatchSchedule, no_batch_error
 from rankwise.trainer.loops.validation import Validation
 from rankwise.trainer.metrics.results import Results
-from rankwise.trainer.state_transfer import RankState, gather_rank_states, part_streams
+from rankwise.trainer.state_transfer import RankState, gather_rank_states
 
 if TYPE_CHECKING:
     from rankwise.profilers import Profiler
@@ -95,7 +95,7 @@ class FitLoop:
             context.warn_if_done()
             if self._strategy.world_size > 2 or self._strategy.gradients.hook is not None:
                 record_gradient_order(context)  # sums of two gradients do not depend on buckets
-            part_streams(context, context.state.seed)
+            context.part_streams(context.state.seed)
             while (progress.is_epoch_open or self._stopping.may_continue()) and self._agree_on_num_batches():
                 self._run_epoch()
             self._stopping.finish()

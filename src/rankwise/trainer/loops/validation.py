@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, final
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync.parameters import share_buffers
 from rankwise.seed import get_random_state, isolated_random_state, mixed_seed, set_random_state
-from rankwise.trainer.data_loaders import LoaderShard, must_reload
+from rankwise.trainer.data.loader_shard import LoaderShard, must_reload
 from rankwise.trainer.loops.evaluation import EvaluationLoop
 from rankwise.trainer.loops.stopping import EvaluationStopped
 from rankwise.trainer.metrics.metric_objects import metric_objects, set_states, states_of

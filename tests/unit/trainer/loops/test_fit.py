@@ -13,8 +13,8 @@ from rankwise.callbacks import Callback
 from rankwise.errors import ConfigurationError, InvalidTypeError, LifecycleError
 from rankwise.monitoring.heartbeat import NO_FILE, own_heartbeat, write_heartbeat_to
 from rankwise.trainer import Trainer, TrainingModule
+from rankwise.trainer.data.loader_shard import LoaderShard
 from rankwise.trainer.data.train_data import TrainData
-from rankwise.trainer.data_loaders import LoaderShard
 from rankwise.trainer.loops.automatic import AutomaticOptimization
 from rankwise.trainer.loops.uneven_inputs import BatchSchedule
 from tests.unit.trainer.helpers import Line, loader, samples, trainer, with_second_rank

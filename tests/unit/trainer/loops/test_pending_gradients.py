@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from rankwise import Trainer, TrainingModule
 from rankwise.callbacks import ModelCheckpoint
 from rankwise.errors import CheckpointError
+from rankwise.trainer.data.stage_loaders import StageLoaders
 from rankwise.trainer.stages import Stage
 from rankwise.trainer.state_transfer import restore
 from rankwise.trainer.trainer import _run_on_rank
@@ -84,7 +85,7 @@ def fit_once(train: Trainer, model: Waiting, *, is_pickled: bool) -> None:
         return
     train._set_module(model, "fit")
     other_train, other_model = pickle.loads(pickle.dumps((train, model)))
-    stage = Stage("fit", {"train": loader(2 * BATCHES), "validate": None}, seed=0)
+    stage = Stage(StageLoaders("fit", {"train": loader(2 * BATCHES), "validate": None}), seed=0)
     arguments = {"model": other_model, "trainer": other_train, "stage": stage, "brings_state_back": True}
     _, state = sent_back(lambda: train.strategy.launch(_run_on_rank, **arguments), model)
     assert state is not None

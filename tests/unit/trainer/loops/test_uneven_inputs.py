@@ -16,8 +16,8 @@ from rankwise.data.batches import sharded_sampler_of
 from rankwise.errors import ConfigurationError, UnevenInputsError
 from rankwise.launchers.context import WorkerContext
 from rankwise.ranks import RankInfo
+from rankwise.trainer.data.loader_shard import LoaderShard, shard_for_phase
 from rankwise.trainer.data.train_data import TrainData
-from rankwise.trainer.data_loaders import LoaderShard, shard_for_phase
 from rankwise.trainer.loops.uneven_inputs import BatchSchedule, preserve_state
 from rankwise.trainer.state import Progress
 from tests.unit.trainer.helpers import Line, loader, samples, trainer, with_second_rank

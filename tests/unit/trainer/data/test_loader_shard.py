@@ -9,7 +9,7 @@ from torch.utils.data import DistributedSampler
 from rankwise.data import CombinedLoader, shard_for_prediction
 from rankwise.errors import ConfigurationError, InvalidTypeError, UnshardableLoaderError
 from rankwise.trainer import Trainer
-from rankwise.trainer.data_loaders import (
+from rankwise.trainer.data.loader_shard import (
     LoaderShard,
     check_can_be_gathered,
     check_loaders,
