@@ -61,6 +61,15 @@ def _starts_interpreters(item: pytest.Item) -> bool:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs, but from the tests with the marker `gpu`: beside one, torch works differently on CPUs, too.
+
+    For example, a process that has run a backward pass can then fork none that runs one.
+    """
+    if "gpu" not in config.option.markexpr.split():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @functools.cache
 def _is_in(path: Path, places: Sequence[str]) -> bool:
     return any(path.is_relative_to(HERE / place) for place in places)

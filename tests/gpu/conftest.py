@@ -15,4 +15,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if FOLDER in item.path.parents:
             item.add_marker(pytest.mark.gpu)
             if not has_device:
-                item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
+                item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device, or -m gpu was not given"))

@@ -91,6 +91,11 @@ class CommHook:
         return self.name in ("noop", "noop_hook")
 
     @property
+    def is_powersgd(self) -> bool:
+        """Whether the hook is torch's PowerSGD."""
+        return self.named.hook is powersgd_hook
+
+    @property
     def is_stateful(self) -> bool:
         """Whether the hook keeps gradients or models from step to step."""
         return self.is_local_sgd or "powersgd" in self.name.lower()

@@ -185,6 +185,16 @@ def powersgd_hook(memory: PowerSGDMemory, bucket: Any) -> Any:
     return future
 
 
+def check_powersgd_device(device: torch.device) -> None:
+    """Raise on a CPU where torch sees a GPU: its hook waits for a GPU whenever there is one, and fails."""
+    if device.type == "cpu" and torch.cuda.is_available():
+        raise ConfigurationError(
+            message='comm_hook="powersgd" cannot be used on CPUs where torch sees a GPU.',
+            facts="torch's powerSGD_hook waits for the GPU of each bucket, and these buckets have none.",
+            remedy='accelerator="cuda"; or hide the GPU: CUDA_VISIBLE_DEVICES="".',
+        )
+
+
 @final
 @dataclass(eq=False)
 class PowerSGDMemory:

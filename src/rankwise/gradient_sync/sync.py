@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.gradient_sync.buckets import mean_over_ranks, reduce_listed, reduce_with_hook
 from rankwise.gradient_sync.comm_hook import CommHook, read_state, state_for_rank, write_state
-from rankwise.gradient_sync.hook_registry import HookPlace, allreduce_hook
+from rankwise.gradient_sync.hook_registry import HookPlace, allreduce_hook, check_powersgd_device
 from rankwise.gradient_sync.model_averaging import ModelAveraging, refuse_distributed_optimizer
 from rankwise.gradient_sync.options import (
     GradientSyncMode,
@@ -131,9 +131,11 @@ class GradientSync:
         """Defaults of DDP's arguments; with bucket views, dividing gradients takes one kernel per bucket."""
         return {"gradient_as_bucket_view": True} if self._has_carrier else {}
 
-    def check_module(self, module: nn.Module, strategy: object) -> None:
+    def check_module(self, module: nn.Module, strategy: Any) -> None:
         """Raise for modules that several ranks cannot train in this mode as one process would."""
         check_local_changes(module, strategy)
+        if self.hook is not None and self.hook.is_powersgd:
+            check_powersgd_device(strategy.root_device)
         if self.mode is GradientSyncMode.FORCED_SYNC:
             check_dense(module, 'sync_mode="forced_sync"')
 

@@ -30,6 +30,7 @@ from rankwise.gradient_sync import CommHookRegistry, HookPlace, register_ddp_com
 from rankwise.gradient_sync.hook_registry import PowerSGDMemory
 from rankwise.strategies import DDPStrategy
 from tests.helpers.threaded import ThreadedStrategy, counted_reductions, run_ranks
+from tests.process.training_tasks import Regression, loader, quiet_trainer
 from tests.unit.gradient_sync.helpers import (
     accumulate,
     alone,
@@ -252,6 +253,14 @@ def test_powersgd_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "numpy", None)
     with pytest.raises(MissingExtraError, match=r"rankwise\[powersgd\]"):
         DDPStrategy(comm_hook="powersgd")
+
+
+def test_powersgd_on_cpus_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's hook would fail there when it begins to compress."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    trainer = quiet_trainer(DDPStrategy(comm_hook="powersgd"), 2)
+    with pytest.raises(ConfigurationError, match="hide the GPU"):
+        trainer.fit(Regression(), loader(4, 2))
 
 
 def test_pickling_a_state_of_torch() -> None:
