@@ -187,6 +187,7 @@ def test_local_ranks() -> None:
         ({"global_rank": 0}, "the ranks are right"),
         ({"detect": classmethod(lambda cls, environ=None: True)}, "is refused by an error that names it"),
         ({"seen": lambda self: dict(self._environ)}, "and nobody else's"),
+        ({"missing": classmethod(lambda cls, environ=None: ())}, "where OWN_SIZE is not set"),
         ({"main_port": 5}, "OWN_PORT='x' is refused by an error that names it"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

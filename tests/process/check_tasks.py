@@ -29,7 +29,7 @@ def mismatches(strategy: DDPStrategy) -> dict[str, str]:
     """Make one mistake after another; return this rank's error text for each."""
     rank = strategy.global_rank
     is_zero = rank == 0
-    x = torch.ones(4)
+    x, sizes = torch.ones(4), [torch.ones(size) for size in range(6)]
     found = {
         "kind": error_text(lambda: dist.broadcast(x, 0) if is_zero else dist.all_reduce(x)),
         "shape": error_text(lambda: dist.all_reduce(torch.ones(3 + rank))),
@@ -39,6 +39,7 @@ def mismatches(strategy: DDPStrategy) -> dict[str, str]:
         "operation": error_text(lambda: dist.all_reduce(x, op=[dist.ReduceOp.SUM, dist.ReduceOp.MAX][rank])),
         "root": error_text(lambda: dist.broadcast(x, src=rank)),
         "by its own name": error_text(lambda: all_reduce_by_its_own_name(x) if is_zero else dist.barrier()),
+        "many": error_text(lambda: dist.all_gather(sizes, x) if is_zero else dist.barrier()),
         "objects": error_text(lambda: dist.all_gather_object([None, None], 1) if is_zero else dist.barrier()),
     }
     if is_zero:

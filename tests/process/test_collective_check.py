@@ -47,6 +47,11 @@ def messages(request: pytest.FixtureRequest) -> list[dict[str, str]]:
         ("root", r"broadcast of float32\[4\] \(root 0\)", r"broadcast of float32\[4\] \(root 1\)"),
         ("by its own name", r"all_reduce of float32\[4\] \(sum\)", "barrier"),
         ("objects", r"all_gather_object of (?:2 x int64\[1\]|int64\[2\])", "barrier"),
+        (
+            "many",
+            r"all_gather of float32\[0\], float32\[1\], float32\[2\], \.\.\. \(6 tensors, 15 elements\)",
+            "barrier",
+        ),
         ("order", r"all_reduce of float32\[4\] \(sum\)", r"all_reduce of float32\[4\] \(sum\)"),
         ("subgroup", r"all_reduce of float32\[1\] \(sum\)", r"all_reduce of float32\[2\] \(sum\)"),
     ],

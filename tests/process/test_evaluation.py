@@ -140,6 +140,8 @@ def test_a_distributed_sampler_of_the_users() -> None:
     found = trainer_on(3).predict(Split())
     in_order = trainer_on(1).predict(Regression(), loader)
     torch.testing.assert_close(torch.cat(found), torch.cat(in_order), rtol=0, atol=1e-12)
+    with pytest.raises(WorkerRaisedError, match="predictions could not be put in order"):
+        trainer_on(3, use_distributed_sampler=False).predict(Split())
 
 
 def test_a_distributed_sampler_of_another_rank() -> None:
@@ -338,6 +340,9 @@ class Gathering(Regression):
         elif self.kind == "metric":
             self.mean(number)
 
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.all_gather(batch[0].sum())
+
     def on_validation_batch_end(self, *arguments: Any) -> None:
         if self.kind == "hook":
             self.all_gather(torch.ones(()))
@@ -367,6 +372,14 @@ def test_collectives_in_steps(world_size: int, kind: str) -> None:
         even: DataLoader[Any] = DataLoader(dataset(number), 2)
         [found] = trainer_on(world_size, **options).validate(Gathering(kind), even)
         assert found["ranks"] == world_size
+
+
+def test_collectives_in_predict_steps() -> None:
+    """There a limit counts the batches of all ranks."""
+    five = DataLoader(dataset(9), 2)
+    with pytest.raises(WorkerRaisedError, match=r"predict_step, which .*\n.*the ranks have \[3, 2\] batches"):
+        trainer_on(2).predict(Gathering("module"), five)
+    assert len(trainer_on(2, limit_predict_batches=4).predict(Gathering("module"), five)) == 4
 
 
 def test_collectives_in_steps_of_one_process() -> None:

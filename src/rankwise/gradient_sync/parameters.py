@@ -198,6 +198,5 @@ def share_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) ->
     """
     shared = [tensor.detach() for tensor in tensors if not is_lazy(tensor)]
     every: Any = dist.group.WORLD
-    if shared:
-        with blocked_in("share_tensors"):
-            _sync_params_and_buffers(every if group is None else group, shared, _BUCKET_BYTES, 0)
+    with blocked_in("share_tensors"):
+        _sync_params_and_buffers(every if group is None else group, shared, _BUCKET_BYTES, 0)

@@ -20,7 +20,9 @@ from pathlib import Path
 
 _PARENT_ENDS_S = 1.0
 _POLL_S = 0.01
-_IS_SERVER = sys.argv[:1] == ["-c"] and sys.orig_argv[-1].startswith("from multiprocessing.forkserver import")
+_IS_SERVER = sys.orig_argv[-2:-1] == ["-c"] and sys.orig_argv[-1].startswith(
+    "from multiprocessing.forkserver import"
+)
 
 
 def exit_when_idle(server: int, main_process: int, folder: Path | None) -> None:

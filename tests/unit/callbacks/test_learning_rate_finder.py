@@ -48,10 +48,12 @@ class Rising(Line):
     def __init__(self) -> None:
         super().__init__()
         self.rates: list[float] = []
+        self.logs = False
         self.data: Any = samples()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        assert (self.logger is not None) == self.logs
         if self.logger is not None:
             self.logger.experiment.append(1.0)
             self.logger.log_more(2.0)  # type: ignore[attr-defined]  # of the test's logger
@@ -102,7 +104,7 @@ def test_a_search_leaves_no_traces(tmp_path: Path) -> None:
         torch.manual_seed(5)
         logger, saving = Noting(), ModelCheckpoint(tmp_path / str(finder is None), save_top_k=-1)
         module = Rising()
-        module.lr = 0.1 if finder is None else 9.0
+        module.logs, module.lr = True, 0.1 if finder is None else 9.0
         train = trainer(
             tmp_path,
             callbacks=[saving] if finder is None else [finder, saving],

@@ -225,10 +225,13 @@ def test_only_validated_epochs_compete(tmp_path: Path) -> None:
     assert fit(tmp_path, saving, 0.3, 0.2, 0.1, check_val_every_n_epoch=2) == ["epoch=1.ckpt"]
 
 
-def test_validation_within_an_epoch(tmp_path: Path) -> None:
-    """A validation in the middle of an epoch is a chance to save."""
-    saving = ModelCheckpoint(tmp_path, "{step}", monitor="score", save_top_k=-1)
-    assert fit(tmp_path, saving, 1, val_check_interval=0.5) == ["step=2.ckpt", "step=4.ckpt"]
+@pytest.mark.parametrize(("at_end", "steps"), [(None, [2, 4]), (False, [2, 4]), (True, [4])])
+def test_validation_within_an_epoch(tmp_path: Path, at_end: bool | None, steps: list[int]) -> None:
+    """A validation in the middle of an epoch is a chance to save, unless only the end of an epoch is."""
+    saving = ModelCheckpoint(
+        tmp_path, "{step}", monitor="score", save_top_k=-1, save_on_train_epoch_end=at_end
+    )
+    assert fit(tmp_path, saving, 1, val_check_interval=0.5) == [f"step={step}.ckpt" for step in steps]
 
 
 def test_default_folder(tmp_path: Path) -> None:

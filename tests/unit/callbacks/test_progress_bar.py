@@ -1,8 +1,12 @@
 """The progress bar: what a terminal shows, and the lines in a file."""
 
+import fcntl
 import io
+import os
 import pickle
+import struct
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ import pytest
 from typing_extensions import override
 
 from rankwise.callbacks import TQDMProgressBar, progress_bar
+from rankwise.callbacks.progress_bar import clock
 from rankwise.errors import InvalidArgumentError, MissingExtraError
 from tests.unit.trainer.helpers import Line, loader, trainer
 
@@ -45,6 +50,25 @@ def test_bars_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     drawn = terminal.getvalue()
     for text in ("Epoch 0", "Epoch 1", "4/4", "Validation", "Test: 100%", "Prediction: 100%", "3/3"):
         assert text in drawn
+
+
+def test_a_terminal_that_is_resized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar that has begun fills its new width."""
+    terminal, pair = terminal_for(monkeypatch), os.openpty()
+    monkeypatch.setattr(terminal, "fileno", lambda: pair[1])
+
+    def resize(columns: int) -> None:
+        fcntl.ioctl(pair[1], termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
+
+    class Resizing(Line):
+        def on_train_batch_end(self, *_: Any) -> None:
+            resize(81)
+
+    resize(101)
+    trainer(tmp_path, callbacks=TQDMProgressBar(), enable_progress_bar=True).fit(Resizing(), loader())
+    assert len(terminal.shown.strip()) == 80
+    for descriptor in pair:
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize("leave", [False, True])
@@ -125,6 +149,11 @@ def test_a_file_gets_lines_in_between(
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(" [")[0] for line in lines] == ["Epoch 0: 3/4", "Epoch 0: 4/4", "Epoch 1: 1/4"]
     assert "it/s, shown=0.5]" in lines[0]
+
+
+def test_times() -> None:
+    """Times are hours, minutes and seconds, or dashes where they are not known."""
+    assert [clock(seconds) for seconds in (59.9, 7322, None)] == ["0:00:59", "2:02:02", "-:--:--"]
 
 
 def test_it_can_travel(tmp_path: Path) -> None:

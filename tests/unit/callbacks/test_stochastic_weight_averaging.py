@@ -46,16 +46,17 @@ def test_fraction() -> None:
     assert StochasticWeightAveraging(0.1, 3).swa_start(10) == 2
 
 
-def test_a_run_that_continues(tmp_path: Path) -> None:
-    """Average and rates go on from a checkpoint, to the same weights."""
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_run_that_continues(tmp_path: Path, epoch: int) -> None:
+    """Average and rates go on from a checkpoint of before or after the start, to the same weights."""
     whole, continued = Scheduled(), Scheduled()
     saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     callbacks: list[Any] = [StochasticWeightAveraging([0.02], 2, annealing_epochs=3), saving]
     trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True, max_epochs=4).fit(whole, loader())
     averaging = StochasticWeightAveraging([0.02], 2, annealing_epochs=3)
     train = trainer(tmp_path, callbacks=averaging, max_epochs=4)
-    train.fit(continued, loader(), ckpt_path=tmp_path / "epoch=1.ckpt")
-    assert continued.rates == whole.rates[2:]
+    train.fit(continued, loader(), ckpt_path=tmp_path / f"epoch={epoch}.ckpt")
+    assert continued.rates == whole.rates[epoch + 1 :]
     assert continued.layer.weight.tolist() == whole.layer.weight.tolist()
 
 

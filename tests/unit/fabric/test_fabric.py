@@ -23,6 +23,7 @@ from rankwise.errors import (
 )
 from rankwise.fabric import FabricModule, FabricOptimizer
 from rankwise.loggers import CSVLogger
+from rankwise.precision import Precision
 from tests.unit.fabric.helpers import Classifier, data, fabric, largest_difference
 
 
@@ -357,6 +358,20 @@ def test_master_weights_follow_what_is_loaded() -> None:
     assert all(not each.detach().any() for each in own.parameters())
 
 
+def test_a_precision_gets_all_modules() -> None:
+    """`configure` gets the module itself, and a list where there are several."""
+    seen: list[Any] = []
+
+    class Noting(Precision):
+        def configure(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+            seen.append(module)
+
+    one, modules = fabric(plugins=[Noting()]), [Classifier(), Classifier()]
+    for own in modules:
+        one.setup(own, torch.optim.SGD(own.parameters(), lr=0.1))
+    assert [seen[0], *seen[1]] == [modules[0], *modules]
+
+
 # ------------------------------------------------------------------------------------------- loaders
 
 
@@ -456,6 +471,10 @@ def test_the_state_of_one_object_is_loaded(tmp_path: Path) -> None:
     assert largest_difference(module.state_dict(), own.state_dict()) == 1
     with pytest.raises(InvalidTypeError, match="a module or an optimizer"):
         one.load_raw(tmp_path / "x", {})
+    torch.save({}, tmp_path / "x")
+    with pytest.raises(CheckpointError, match=r"first\.weight"):
+        one.load_raw(tmp_path / "x", module)
+    one.load_raw(tmp_path / "x", module, strict=False)
 
 
 # ----------------------------------------------------------------------------------- callbacks, loggers

@@ -413,6 +413,19 @@ def test_model_averaging_period(steps: int, is_same: bool) -> None:
     assert torch.equal(first, second) == is_same
 
 
+def test_the_period_goes_on_in_the_next_job() -> None:
+    """The steps of the job before count: the sixth step of both together averages the models."""
+
+    def run(strategy: ThreadedStrategy, wrapped: nn.Module) -> Tensor:
+        local_steps(strategy, wrapped, 4)
+        strategy.gradients.detach()
+        strategy.job.modules.close()
+        return local_steps(strategy, strategy.setup_module(strategy.unwrap_module(wrapped)), 2)
+
+    first, second = on_ranks(2, run, net(), **LOCAL)
+    assert torch.equal(first, second)
+
+
 def test_training_ends_with_one_model() -> None:
     """After any number of steps all ranks end with the mean of their models."""
     apart = on_ranks(2, lambda s, m: local_steps(s, m, 5), net(), **LOCAL)

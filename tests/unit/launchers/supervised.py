@@ -177,6 +177,7 @@ class Ends:
     def __init__(self) -> None:
         self.ours, theirs = socket.socketpair()
         self.ours.settimeout(LIMIT_S)
+        theirs.settimeout(0)  # as the default that a program has set may be
         self.lost = threading.Event()
         self.channel = RankChannel(theirs, on_lost=self.lost.set)
         self._reader = FrameReader()

@@ -1,18 +1,36 @@
 """The comparison of a new group's ranks ends for all of them together."""
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from rankwise.errors import PeerAuthenticationError, RendezvousTimeoutError
-from rankwise.process_group.authentication import _Exchange, _JobSettings
+from rankwise.process_group.authentication import _Exchange, _Gloo, _JobSettings
+
+LIMIT = timedelta(seconds=5)
 
 
-def exchanges(size: int) -> list[_Exchange]:
+def exchanges(size: int, timeout: timedelta = timedelta(seconds=0.2)) -> list[_Exchange]:
     """Return what the ranks of a group compare by, before any of them has compared."""
-    store, settings = dist.HashStore(), _JobSettings(b"key", timedelta(seconds=0.2))
+    store, settings = dist.HashStore(), _JobSettings(b"key", timeout)
     return [_Exchange(store, "name", rank, size, settings) for rank in range(size)]
+
+
+def connected() -> tuple[list[_Exchange], list[Any]]:
+    """Return what two ranks compare by, and their connected groups."""
+    both, store = exchanges(2, LIMIT), dist.HashStore()
+
+    def connect(exchange: _Exchange) -> Any:
+        exchange.meet(LIMIT)
+        options = _Gloo._Options()
+        options._devices, options._timeout = [_Gloo.create_device(interface="lo")], LIMIT
+        return exchange.connect(store, options)
+
+    with ThreadPoolExecutor(2) as threads:
+        return both, list(threads.map(connect, both))
 
 
 def test_a_rank_waits_for_what_the_last_one_finds() -> None:
@@ -31,3 +49,21 @@ def test_a_rank_that_is_alone() -> None:
     first, _ = exchanges(2)
     with pytest.raises(RendezvousTimeoutError, match="the other ranks of a new process group"):
         first.meet(timedelta(seconds=0.2))
+
+
+def test_a_rank_that_does_not_compare() -> None:
+    """The other one waits no longer than it may."""
+    (first, _), groups = connected()
+    first._deadline = 0.0
+    with pytest.raises(RendezvousTimeoutError, match="one of them hangs"):
+        first.compare(groups[0])
+
+
+def test_a_rank_that_has_left_the_group() -> None:
+    """What it has found is the error, not that its connection is closed."""
+    (first, last), groups = connected()
+    with pytest.raises(PeerAuthenticationError):
+        last._raise("another process in place of rank 0")
+    del groups[1]
+    with pytest.raises(PeerAuthenticationError, match="in place of rank 0"):
+        first.compare(groups[0])

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import resource
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -19,8 +20,10 @@ def test_the_caller_keeps_no_tie() -> None:
     """A `Process` made in the block carries the tie, also in a block within; one made later does not."""
     before = settings()
     with children_end_with_parent():
+        opened = set(Path("/proc/self/fd").iterdir())
         with children_end_with_parent():
             assert settings().keys() - before.keys() == {"rankwise"}
+            assert set(Path("/proc/self/fd").iterdir()) == opened
         assert "rankwise" in settings()
         made = multiprocessing.get_context("spawn").Process()
     assert "rankwise" in vars(made)["_config"]

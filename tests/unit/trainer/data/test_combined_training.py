@@ -247,6 +247,9 @@ def test_what_is_refused(tmp_path: Path, stage: str, loaders: Any, options: Any,
     model.test_step = lambda batch, batch_idx: None  # type: ignore[method-assign]  # as users do
     with pytest.raises(ConfigurationError, match=message):
         getattr(trainer(tmp_path, **options), stage)(model, loaders)
+    model.train_dataloader = model.test_dataloader = lambda: loaders  # type: ignore[method-assign]  # as users do
+    with pytest.raises(ConfigurationError, match=message):
+        getattr(trainer(tmp_path, **options), stage)(model)
 
 
 def test_what_is_no_loader(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Training: steps, accumulation, clipping, limits, validation, what goes on in a second fit."""
 
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -193,8 +194,9 @@ def test_an_unknown_epoch_without_validation(tmp_path: Path) -> None:
     model = Line()
     with pytest.warns(UserWarning, match="without validation: it had 4 batches, and val_check_interval=5"):
         trainer(tmp_path, val_check_interval=5).fit(model, Unsized(), loader(2))
-    trainer(tmp_path, val_check_interval=4).fit(model, Unsized(), loader(2))
-    assert model.seen[-1] == "validate 0"
+    for interval in (4, timedelta(0)):
+        trainer(tmp_path, val_check_interval=interval).fit(model, Unsized(), loader(2))
+        assert model.seen[-1] == "validate 0"
 
 
 def test_an_interval_of_epochs_beyond_the_last(tmp_path: Path) -> None:

@@ -112,6 +112,15 @@ def test_two_fits_are_one(tmp_path: Path, way: str, precision: str) -> None:
     torch.testing.assert_close(fit_twice(way, precision=precision), expected, rtol=0, atol=0)
 
 
+def test_optimizers_are_created_at_their_first_use() -> None:
+    """Gradients of the module's own parameters come back without them."""
+    train, model = quiet_trainer("single_device", 1, max_epochs=1), Waiting()
+    model.outside[0].requires_grad_(False)
+    fit_once(train, model, is_pickled=True)
+    assert model.seldom.weight.grad is not None
+    assert train._optimizers.optimizers == []
+
+
 @pytest.mark.parametrize("by", ["module", "optimizer", "value"])
 @pytest.mark.parametrize("way", ["here", "forked", "pickled"])
 def test_changed_between_two_fits(way: str, by: str) -> None:
