@@ -31,7 +31,8 @@ class Job:
             launcher: `"ddp"` (it starts programs), `"ddp_fork"`, `"ddp_spawn"`.
         model: `"tiny"`, an MLP 32-64-10 with batches of 32; `"medium"`, 5 million parameters with batches of
             16; `"large"`, 50 million (200 MB).
-        device: `"cpu"`, or `"cuda"`, which raw torch and the trainers can; the batches are on the CPU.
+        device: where the model is: `"cpu"`; raw torch, rankwise and Lightning's Trainer also take `"cuda"`.
+            Batches begin on the CPU.
         folder: where ranks leave marks; none without one.
         has_extras: whether there is a progress bar, a CSV file with a line every 50 steps, and a checkpoint.
         holds: whether each rank waits within its last step until the folder has a file `go`.

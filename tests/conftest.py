@@ -62,11 +62,11 @@ def _starts_interpreters(item: pytest.Item) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide GPUs, but from the tests with the marker `gpu`: beside one, torch works differently on CPUs, too.
+    """Hide GPUs, except with `-m gpu`: where torch sees one, it works differently on CPUs, too.
 
-    For example, a process that has run a backward pass can then fork none that runs one.
+    For example, a forked process cannot run a backward pass if its parent has run one.
     """
-    if "gpu" not in config.option.markexpr.split():
+    if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 

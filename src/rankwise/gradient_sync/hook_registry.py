@@ -186,11 +186,11 @@ def powersgd_hook(memory: PowerSGDMemory, bucket: Any) -> Any:
 
 
 def check_powersgd_device(device: torch.device) -> None:
-    """Raise on a CPU where torch sees a GPU: its hook waits for a GPU whenever there is one, and fails."""
-    if device.type == "cpu" and torch.cuda.is_available():
+    """Raise for a CPU where torch sees a GPU: its hook then synchronises the gradients' device as a GPU."""
+    if device.type == "cpu" and torch.cuda.device_count():  # does not initialise CUDA
         raise ConfigurationError(
             message='comm_hook="powersgd" cannot be used on CPUs where torch sees a GPU.',
-            facts="torch's powerSGD_hook waits for the GPU of each bucket, and these buckets have none.",
+            facts="torch's powerSGD_hook would fail when it begins to compress: it takes the CPU for a GPU.",
             remedy='accelerator="cuda"; or hide the GPU: CUDA_VISIBLE_DEVICES="".',
         )
 

@@ -292,6 +292,11 @@ class StageState:
         return self.phase == "train" and self.schedule is not None and bool(self.schedule.is_padding)
 
 
+def seed_rank(strategy: Strategy, seed: int, global_step: int) -> None:
+    """Seed this rank's random generators with a number that depends on the seed, the step and the rank."""
+    seed_process(mixed_seed(seed, global_step, strategy.global_rank), strategy.root_device)
+
+
 @final
 @dataclass
 class LoopContext:
@@ -349,9 +354,8 @@ class LoopContext:
         strategy, progress = self.strategy, self.state.progress
         if strategy.world_size == 1:
             return
-        device = strategy.root_device
-        seed_process(mixed_seed(seed, progress.global_step, strategy.global_rank), device)
-        self.stage.random.part(seed, device, progress.position)
+        seed_rank(strategy, seed, progress.global_step)
+        self.stage.random.part(seed, strategy.root_device, progress.position)
 
     @property
     def has_validation_in_epoch(self) -> bool:

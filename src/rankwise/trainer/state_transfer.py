@@ -17,7 +17,7 @@ from rankwise.loggers import Logger
 from rankwise.nested import to_device
 from rankwise.process_group.after_failure import is_after_failure
 from rankwise.processes.returned_state import KnownToCaller, ReturnedState, StateBefore, captured
-from rankwise.seed import mixed_seed, seed_process, set_random_state
+from rankwise.seed import set_random_state
 from rankwise.trainer.metrics.metric_objects import (
     merged,
     metric_objects,
@@ -26,6 +26,7 @@ from rankwise.trainer.metrics.metric_objects import (
     unmergeable,
 )
 from rankwise.trainer.metrics.results import Results
+from rankwise.trainer.state import seed_rank
 
 if TYPE_CHECKING:
     from rankwise.trainer.state import LoopContext, TrainerState
@@ -244,6 +245,4 @@ class RankState:
             with restored_from(self._source, "random state"):
                 set_random_state(self._states[0]["random"], self._strategy.root_device)
         else:
-            state, strategy = self._state, self._strategy
-            own_seed = mixed_seed(state.seed, state.progress.global_step, strategy.global_rank)
-            seed_process(own_seed, strategy.root_device)
+            seed_rank(self._strategy, self._state.seed, self._state.progress.global_step)

@@ -504,10 +504,8 @@ class Trainer(TrainerProperties):
             check_can_compare(self.strategy, self.check_ranks_every_n_steps)
             if self.world_size > 1:
                 self.strategy.gradients.check_module(model, self.strategy)
-            check_hyper_parameters(
-                self.context(model),
-                self.datamodule if stage.loaders.datamodule is None else stage.loaders.datamodule,
-            )
+            given = stage.loaders.datamodule
+            check_hyper_parameters(self.context(model), self.datamodule if given is None else given)
         for phase, loaders in stage.loaders.given.items():
             check_loaders(stage.name, phase, loaders, self.options, self.world_size)
 

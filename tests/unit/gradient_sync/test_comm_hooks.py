@@ -257,8 +257,8 @@ def test_powersgd_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_powersgd_on_cpus_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's hook would fail there when it begins to compress."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     trainer = quiet_trainer(DDPStrategy(comm_hook="powersgd"), 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigurationError, match="hide the GPU"):
         trainer.fit(Regression(), loader(4, 2))
 

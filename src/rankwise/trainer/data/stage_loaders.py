@@ -53,7 +53,7 @@ class StageLoaders:
     def __init__(self, stage: StageName, given: dict[str, Any], datamodule: DataModule | None = None) -> None:
         first = next(iter(given))
         if _is_data_module(given[first]) and datamodule is None:
-            datamodule, given[first] = given[first], None
+            datamodule, given = given[first], {**given, first: None}
         if datamodule is not None and not _is_data_module(datamodule):
             check_is_a("datamodule", datamodule, (DataModule, type(None)), "a DataModule")
         if datamodule is not None and any(each is not None for each in given.values()):
