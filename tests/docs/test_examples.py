@@ -27,7 +27,8 @@ def check_digits(stdout: str) -> None:
 )
 def test_digits(strategy: str, run_script: ScriptRunner) -> None:
     """The digits are learnt with each start method."""
-    result = run_script(EXAMPLES / "digits.py", "--strategy", strategy, "--devices", "2", timeout=100)
+    options = ("--strategy", strategy, "--devices", "2")
+    result = run_script(EXAMPLES / "digits.py", *options, timeout=100, siblings=int(strategy == "ddp"))
     assert result.returncode == 0, result
     check_digits(result.stdout)
 
@@ -47,7 +48,8 @@ def variables(rank: int, port: int) -> Mapping[str, str]:
 @pytest.mark.parametrize(
     ("command", "promised"),
     [
-        ("plain_loop.py", "the same on every rank"),
+        pytest.param("plain_loop.py", "the same on every rank", marks=pytest.mark.soak),
+        ("plain_loop.py --strategy ddp_fork", "the same on every rank"),
         pytest.param("gan.py", "mean images differ by 0.0", marks=pytest.mark.soak),
         pytest.param(
             "custom_wrapper.py", "CountingWrapper was called 40 times", marks=pytest.mark.soak
@@ -65,7 +67,7 @@ def variables(rank: int, port: int) -> Mapping[str, str]:
 def test_example(command: str, promised: str, run_script: ScriptRunner) -> None:
     """The example prints the expected text once."""
     name, *arguments = command.split()
-    result = run_script(EXAMPLES / name, *arguments, timeout=100)
+    result = run_script(EXAMPLES / name, *arguments, timeout=100, siblings=1)
     assert result.returncode == 0, result
     assert result.stdout.count(promised) == 1, result
 

@@ -32,11 +32,12 @@ def test_the_extensions(run_script: ScriptRunner) -> None:
     """Eight extensions, one for each row of the page's table."""
     assert PAGE.partition("\n## ")[0].count("](#a") == PAGE.count("\n## ") == 8
     path = run_script.write(PROGRAM, "test_page.py")
-    result = run_script(PYTEST, str(path), env=with_tests())
+    result = run_script(PYTEST, str(path), env=with_tests(), siblings=8)  # for the launcher
     assert "8 passed" in result.stdout, result
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", pytest.param("spawn", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_other_start_methods(run_script: ScriptRunner, start_method: str) -> None:
     """The same in processes that import what they need; an environment starts none, a launcher its own."""
     program = f"{PROGRAM}{STORAGE_IN_A_JOB}".replace('"fork"', f'"{start_method}"')
@@ -49,6 +50,6 @@ def test_in_a_script(run_script: ScriptRunner) -> None:
     """The same where the script is run again for each rank; a launcher starts all ranks by itself."""
     in_a_script = re.sub(r"\n\ndef test_the_launcher.*?(?=\n\n\n)", "", PROGRAM, flags=re.DOTALL)
     program = f"{in_a_script}{STORAGE_IN_A_JOB}{AS_A_SCRIPT}".replace('"fork"', '"popen"')
-    result = run_script(program)
+    result = run_script(program, siblings=8)
     assert result.returncode == 0, result
     assert [result.stdout.count(f"{rank} test_") for rank in (0, 1)] == [8, 8], result

@@ -18,7 +18,7 @@ SCRIPT, *SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 def test_the_script_prints_its_output(run_script: ScriptRunner) -> None:
     """On two processes, as shown."""
-    result = run_script(SCRIPT)
+    result = run_script(SCRIPT, siblings=1)
     assert result.returncode == 0, result
     [shown] = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
     assert result.stdout == shown

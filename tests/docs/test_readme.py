@@ -39,7 +39,7 @@ def test_the_failure_looks_like_that(run_script: ScriptRunner) -> None:
     )
     source = blocks("python")[0]
     assert line in source
-    result = run_script(source.replace(line, line + fault))
+    result = run_script(source.replace(line, line + fault), siblings=1)
     assert result.returncode == 1, result
     shown = blocks("text")[1].splitlines()
     assert result.stderr.splitlines()[-1] == shown[-1] == "ValueError: loss is nan"
@@ -65,7 +65,7 @@ if __name__ == "__main__":
     if strategy.is_global_zero:
         print(value)
 """
-    result = run_script(source + use)
+    result = run_script(source + use, siblings=1)
     assert result.returncode == 0, result
     assert result.stdout == "('Counting', 1)\n"
 

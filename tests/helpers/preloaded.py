@@ -130,10 +130,16 @@ class PreloadedInterpreter:
     def fits(self, env: Mapping[str, str]) -> bool:
         """Tell whether a program with these variables would find them as in an interpreter of its own.
 
-        It would not, where they differ in what has been read when the interpreter started, or in where its
-        modules come from.
+        It would not, where they differ in what has been read when the interpreter started, or in where the
+        modules come from that it has imported.
         """
-        return _read_at_start(env) == _read_at_start(self._env) and _places(env) == _places(self._env)
+        own, given = _places(self._env), _places(env)
+        added = [place for place in given if place not in own]
+        return (
+            _read_at_start(env) == _read_at_start(self._env)
+            and [place for place in given if place in own] == own
+            and not any(map(_has_imported_modules, added))
+        )
 
     def start(
         self,
@@ -230,6 +236,12 @@ def _read_at_start(env: Mapping[str, str]) -> dict[str, str]:
         for name, value in env.items()
         if _READ_AT_START.match(name) and name not in SET_BY_IMPORTS
     }
+
+
+def _has_imported_modules(folder: str) -> bool:
+    """Tell whether a folder has a module of a name that is imported here, as everywhere in the tests."""
+    imported = {name.partition(".")[0] for name in sys.modules}
+    return any(path.stem in imported for path in Path(folder).glob("*"))
 
 
 def _places(env: Mapping[str, str]) -> list[str]:

@@ -142,8 +142,9 @@ def start_reserved(reserved: list[tuple[socket.socket, int]]) -> None:
         executable, *command = map(str, given["args"])
         streams = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
         has_pipes = given["p2cwrite"] != -1 or given["c2pread"] != -1 or given["errread"] != -1
-        is_script = command[command[:1] == ["-u"]].endswith(".py")
-        if not reserved or executable != sys.executable or not is_script or has_pipes:
+        first = command[command[:1] == ["-u"]]
+        is_program = first == "-m" or first.endswith(".py")
+        if not reserved or executable != sys.executable or not is_program or has_pipes:
             plain(popen, *arguments)
             return
         channel, pid = reserved.pop(0)

@@ -219,7 +219,7 @@ class Options(TypedDict, total=False):
             reads when it starts. That differs in `sys.modules`, in the parent process, in what the garbage
             collector looks at (what is imported already is frozen), and in a frame below the program's own.
         preload: names of modules; there is one interpreter for each such tuple.
-        siblings: how many processes to fork for the Python files that the program will start by
+        siblings: how many processes to fork for the Python files and modules that the program will start by
             `subprocess`, as `strategy="ddp"` and torchrun do: importing torch anew takes seconds. The
             program itself may be a module then (`-m torch.distributed.run`). For tests whose subject is not
             how a rank starts.

@@ -66,21 +66,30 @@ def fail(strategy: Strategy, how: str) -> None:
     strategy.barrier()
 
 
-@pytest.mark.parametrize(
-    ("how", "error", "text"),
-    [
-        ("raise", WorkerRaisedError, "raised ValueError: boom on purpose"),
-        ("exit", WorkerExitedError, "exited with code 3 before it had finished"),
-        ("kill", WorkerKilledError, "was killed by SIGKILL"),
-        ("hang", WorkerTimedOutError, "global_rank=1 was last in running"),
-    ],
-)
-def test_a_failure_is_that_of_the_rank(how: str, error: type[Exception], text: str) -> None:
+FAILURES = {
+    "raise": (WorkerRaisedError, "raised ValueError: boom on purpose"),
+    "exit": (WorkerExitedError, "exited with code 3 before it had finished"),
+    "kill": (WorkerKilledError, "was killed by SIGKILL"),
+    "hang": (WorkerTimedOutError, "global_rank=1 was last in running"),
+}
+FAIL = """
+import os
+from tests.process.test_command_launcher import FAILURES, by_command, fail, pytest
+
+if __name__ == "__main__":
+    for how, (error, text) in FAILURES.items():
+        with pytest.raises(error, match=text) as caught:
+            by_command(timeout=3).launch(fail, how)
+        assert "global_rank=1" in str(caught.value)
+        assert f"pid {os.getpid()}" not in str(caught.value)
+        print(how)
+"""
+
+
+def test_a_failure_is_that_of_the_rank(run_script: ScriptRunner) -> None:
     """The caller's exception names the rank that failed, and what it did; no process is left."""
-    with pytest.raises(error, match=text) as caught:
-        by_command(timeout=3).launch(fail, how)
-    assert "global_rank=1" in str(caught.value)
-    assert f"pid {os.getpid()}" not in str(caught.value)
+    result = run_script(FAIL, env=with_tests(), siblings=2 * len(FAILURES))
+    assert result.stdout.split() == [*FAILURES], result
 
 
 class Unkillable:
@@ -181,7 +190,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_end_of_the_caller(run_script: ScriptRunner, number: signal.Signals) -> None:
     """It ends the ranks too, which are in sessions of their own."""
-    running = run_script.start(PROGRAM, env=with_tests())
+    running = run_script.start(PROGRAM, env=with_tests(), siblings=2)
     running.wait_for("all are here")
     ranks = psutil.Process(running.pid).children(recursive=True)
     assert len(ranks) == 2
