@@ -1,6 +1,7 @@
 """docs/clusters.md: its Python code runs, its programs exist, the doctor's output has its titles."""
 
 import re
+import sys
 from pathlib import Path
 
 from tests.cluster.digits import VARIABLES
@@ -43,12 +44,13 @@ def test_programs_exist() -> None:
 def test_what_the_doctor_prints(run_script: ScriptRunner) -> None:
     """The titles on the page are those of a report, in order, and its options exist."""
     shown = [line for line in blocks("text")[0].splitlines() if re.match(r"[A-Z]", line)]
-    result = run_script.command(["python", "-m", "rankwise", "doctor", "--no-collectives"], env=VARIABLES)
+    doctor = [sys.executable, "-m", "rankwise", "doctor"]
+    result = run_script.command([*doctor, "--no-collectives"], env=VARIABLES, siblings=1)
     assert result.returncode == 0, result
     printed = [line for line in result.stdout.splitlines() if re.match(r"[A-Z]", line)]
     assert [title for title in shown if title != "All-reduce"] == [
         title for title in printed if title in shown
     ], result
-    usage = run_script.command(["python", "-m", "rankwise", "doctor", "--help"], env=VARIABLES)
+    usage = run_script.command([*doctor, "--help"], env=VARIABLES, siblings=1)
     for option in re.findall(r"`(--[\w-]+)", PAGE.partition("## Slurm")[0]):
         assert option in usage.stdout, option

@@ -35,7 +35,7 @@ def path_with(folder: Path) -> dict[str, str | None]:
 def test_names_in_a_job(run_script: ScriptRunner, tmp_path: Path) -> None:
     """Two ranks train with a package's strategy, hook and logger; the second finds the names again."""
     install(tmp_path, WORKING)
-    result = run_script(FIT, "DDP_plug_small", "2", env=path_with(tmp_path))
+    result = run_script(FIT, "DDP_plug_small", "2", env=path_with(tmp_path), siblings=1)
     assert result.returncode == 0, result
     assert "plug! " in result.stdout, result
     assert "local of 2" in result.stdout, result
@@ -58,7 +58,7 @@ def test_an_environment_is_detected(run_script: ScriptRunner, tmp_path: Path) ->
 def test_broken_ones_do_not_stop_a_job(run_script: ScriptRunner, tmp_path: Path) -> None:
     """Broken environments are warnings, each with its package; the job trains."""
     install(tmp_path, WORKING + BROKEN)
-    result = run_script(FIT, "ddp_brief", "2", env=path_with(tmp_path))
+    result = run_script(FIT, "ddp_brief", "2", env=path_with(tmp_path), siblings=1)
     assert result.returncode == 0, result
     assert "local of 2" in result.stdout, result
     assert "The entry point 'gone' of package plug 1.2 cannot be used: AttributeError" in result.stderr
@@ -69,8 +69,8 @@ def test_they_are_listed(run_script: ScriptRunner, tmp_path: Path) -> None:
     """The table of strategies and the doctor's report name the package."""
     install(tmp_path, WORKING)
     command, path = [sys.executable, "-m", "rankwise"], path_with(tmp_path)
-    listed = run_script.command([*command, "strategies"], env=path)
+    listed = run_script.command([*command, "strategies"], env=path, siblings=1)
     assert "small buckets (package plug 1.2)" in listed.stdout, listed
-    report = run_script.command([*command, "doctor", "--no-collectives"], env=path)
+    report = run_script.command([*command, "doctor", "--no-collectives"], env=path, siblings=1)
     assert "plug 1.2 adds strategies: DDP_Plug, strategies: more, environments: plugenv" in report.stdout
     assert "not plugenv: none of its variables is set" in report.stdout

@@ -131,7 +131,8 @@ def test_the_code_is_the_culprits(case: str, run_script: ScriptRunner) -> None:
 )
 def test_other_ways_to_start(method: str, how: str, way: str, code: int, run_script: ScriptRunner) -> None:
     """The same for the other start methods, with the Trainer and without."""
-    running = run_script.start(JOB, method, how, way, fresh=True)
+    siblings = int(method == "popen")
+    running = run_script.start(JOB, method, how, way, fresh=not siblings, siblings=siblings)
     result = running.finish(timeout=180, leftover_grace_s=20)  # a forkserver takes its time to unload torch
     assert result.returncode == code, result
     assert result.stderr.count("Worker global_rank=1 ") == 1, result

@@ -195,7 +195,7 @@ IMPORTING = """
 """
 
 
-@pytest.mark.parametrize("start_method", ["popen", "spawn"])
+@pytest.mark.parametrize("start_method", ["popen", pytest.param("spawn", marks=pytest.mark.soak)])
 def test_workers_that_have_not_begun_leave_too(start_method: str, run_script: ScriptRunner) -> None:
     """SIGKILL of the main process also ends a worker that has not imported rankwise yet."""
     running = run_script.start(IMPORTING, start_method)

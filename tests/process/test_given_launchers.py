@@ -44,7 +44,10 @@ def work(entry: Entry, worker: WorkerContext, values: Any) -> None:
     values.put((worker.ranks.global_rank, entry(worker)))
 
 
-@pytest.mark.parametrize("start_method", [pytest.param("fork", marks=pytest.mark.quick), "spawn"])
+@pytest.mark.parametrize(
+    "start_method",
+    [pytest.param("fork", marks=pytest.mark.quick), pytest.param("spawn", marks=pytest.mark.soak)],
+)
 def test_each_rank_trains_its_own_parameters(start_method: str) -> None:
     """The processes do not train one copy, although they could share it; the result comes back."""
     strategy = DDPStrategy(launcher=PlainLauncher(start_method), accelerator="cpu", devices=2)
