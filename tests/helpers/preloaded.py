@@ -19,6 +19,7 @@ from typing import IO, Any, Protocol
 
 from tests.helpers import processes
 from tests.helpers.leak_checks import SET_BY_IMPORTS
+from tests.mutation.worker import TEST_VARIABLE
 
 SERVER = Path(__file__).with_name("preloaded_server.py")
 REPOSITORY = Path(__file__).parents[2]
@@ -171,6 +172,7 @@ class PreloadedInterpreter:
             "marker": marker,
             "siblings": siblings,
             "namespace": namespace,
+            "context": env.get(TEST_VARIABLE),
         }
         socket.send_fds(self._channel, [json.dumps(request).encode()], list(streams))
         while (pid := self._facts.pop((number, "pid"), None)) is None:

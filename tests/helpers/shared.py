@@ -53,4 +53,5 @@ def computed_once(function: Callable[P, T]) -> Callable[P, T]:
         key = getattr(kwargs.get("request"), "param", None)
         return values.get(key, lambda: function(*args, **kwargs))
 
+    vars(get)["is_shared"] = True  # read by the mutation tester
     return get

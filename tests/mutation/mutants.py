@@ -2,8 +2,9 @@
 
 import ast
 import difflib
+import hashlib
 import itertools
-import random
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,8 +29,13 @@ class Mutant:
     lines: frozenset[int] = field(repr=False)
 
     def __str__(self) -> str:
+        return f"{self.path}:{self.line}  {self.change}"
+
+    @cached_property
+    def change(self) -> str:
+        """What is changed into what, on one line."""
         old = self.original.encode()[self.begin : self.end].decode()
-        return f"{self.path}:{self.line}  {' '.join(old.split())}  ->  {' '.join(self.new.split())}"
+        return f"{' '.join(old.split())}  ->  {' '.join(self.new.split())}"
 
     @property
     def original(self) -> str:
@@ -59,17 +65,27 @@ class Mutant:
 def draw(root: Path, places: Iterable[str], seed: int, count: int) -> list[Mutant]:
     """Draw mutants of files and folders under `root`; `src/a.py:12` restricts a file to one line.
 
-    The same files, seed and count give the same mutants. All are returned if there are no more than `count`.
+    The same files, seed and count give the same mutants, and nearly the same ones after a change of a few
+    lines. All are returned if there are no more than `count`.
     """
-    candidates = [mutant for place in places for mutant in _of_place(root, place)]
-    random.Random(seed).shuffle(candidates)
     drawn: list[Mutant] = []
-    for mutant in candidates:
+    for mutant in _in_random_order(seed, (mutant for place in places for mutant in _of_place(root, place))):
         if len(drawn) == count:
             break
         if mutant.is_valid():
             drawn.append(mutant)
     return sorted(drawn, key=lambda mutant: (mutant.path, mutant.begin))
+
+
+def _in_random_order(seed: int, mutants: Iterable[Mutant]) -> list[Mutant]:
+    """Sort mutants by the hash of what identifies each wherever its line stands in the file."""
+    found: dict[bytes, Mutant] = {}
+    seen: Counter[tuple[str, str]] = Counter()
+    for mutant in mutants:
+        seen[mutant.path, mutant.change] += 1
+        identity = repr((seed, mutant.path, mutant.change, seen[mutant.path, mutant.change]))
+        found[hashlib.sha256(identity.encode()).digest()] = mutant
+    return [mutant for _, mutant in sorted(found.items())]
 
 
 def _of_place(root: Path, place: str) -> Iterator[Mutant]:

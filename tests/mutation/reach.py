@@ -39,7 +39,8 @@ where context.context != ''
 class Record:
     """What the tests of one file did: seconds by test, lines by source file and test, and the failed tests.
 
-    The lines are the bits of a number, in hexadecimal digits.
+    The lines are the bits of a number, in hexadecimal digits. Those under the name of the file are of what
+    its tests share, such as processes that a fixture of the module starts: every test may depend on them.
     """
 
     file: str
@@ -51,9 +52,9 @@ class Record:
     def reaching(self, mutant: Mutant) -> Iterator[str]:
         """Return the tests that pass and run one of the lines of a mutant."""
         wanted = sum(1 << line for line in mutant.lines)
-        for test, bits in self.lines.get(mutant.path, {}).items():
-            if test in self.durations and int(bits, 16) & wanted:
-                yield test
+        lines = {test: int(bits, 16) for test, bits in self.lines.get(mutant.path, {}).items()}
+        shared = lines.get(self.file, 0)
+        yield from (test for test in self.durations if (lines.get(test, 0) | shared) & wanted)
 
 
 def records_of(project: Path, files: Sequence[str], runners: Sequence[Runner]) -> list[Record]:

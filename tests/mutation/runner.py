@@ -32,6 +32,7 @@ REMOVED = (
     "PYTEST_XDIST_WORKER",
     "COVERAGE_PROCESS_START",
     "COVERAGE_PROCESS_CONFIG",
+    "PYTHONDONTWRITEBYTECODE",  # each program would compile the package again
 )
 
 

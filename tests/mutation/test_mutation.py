@@ -31,9 +31,14 @@ def is_called():
 
 def is_unused():
     return []
+
+
+def is_shared():
+    return []
 """
 TESTS = """\
 import subprocess, sys
+import pytest
 from example import count_to, is_called
 
 def run(name, **options):
@@ -52,6 +57,16 @@ def test_process_without_variables():
 
 def test_that_fails():
     assert count_to(3) == 4
+
+@pytest.fixture(scope="module")
+def shared():
+    return subprocess.run([sys.executable, "-c", "import example; exit(example.is_shared() != [])"])
+
+def test_that_starts_it(shared):
+    assert shared is not None
+
+def test_that_checks_it(shared):
+    assert shared.returncode == 0
 """
 
 
@@ -94,6 +109,7 @@ def test_an_example(project: Path, runner: Runner, capfd: pytest.CaptureFixture[
         (5, "None"): "fails in test_count",
     }
     ends = {9: "fails in test_process", 13: "fails in test_process_without_variables", 17: "not reached"}
+    ends[21] = "fails in test_that_checks_it"
     assert results == expected | {(line, "None"): end for line, end in ends.items()}
     assert record.failed == ["tests/unit/test_example.py::test_that_fails"]
     assert (runner.copy / "src" / "example.py").read_text() == SOURCE
@@ -151,6 +167,10 @@ def test_a_seed_draws_the_same(project: Path) -> None:
     drawn = draw(project, ["src"], 7, 5)
     assert drawn == draw(project, ["src/example.py"], 7, 5) != draw(project, ["src"], 8, 5)
     assert [mutant.line for mutant in draw(project, ["src/example.py:4"], 0, 100)] == [4, 4]
+    (project / "src" / "example.py").write_text("def new(): return 1\n\n\n" + SOURCE)
+    moved = {(mutant.line - 3, mutant.change) for mutant in draw(project, ["src"], 7, 6)}
+    assert len(moved & {(mutant.line, mutant.change) for mutant in drawn}) >= 4
+    (project / "src" / "example.py").write_text(SOURCE)
     for mutant in drawn:
         assert [line[0] for line in mutant.diff.splitlines()[2:] if line[0] != " "] == ["@", "-", "+"]
     with pytest.raises(FileNotFoundError):

@@ -17,14 +17,15 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 if TYPE_CHECKING:
     import coverage
-    import pytest
 
 COLLECTING = "collection"
 TEST_VARIABLE = "RANKWISE_TEST_MUTATION_CONTEXT"
@@ -90,10 +91,26 @@ class Recorder:
         self._failed = False
         self._began = time.monotonic()
         self._write("begin", nodeid, 0.0)
-        os.environ[TEST_VARIABLE] = nodeid  # of processes that this test starts
+        self._record_as(nodeid)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
+    ) -> Iterator[None]:
+        """Record what serves several tests under the name of their file."""
+        test = os.environ.get(TEST_VARIABLE, "")
+        if fixturedef.scope != "function" or getattr(fixturedef.func, "is_shared", False):
+            self._record_as(test.partition("::")[0])
+        try:
+            return (yield)
+        finally:
+            self._record_as(test)
+
+    def _record_as(self, name: str) -> None:
+        os.environ[TEST_VARIABLE] = name  # of processes that are started
         if self._measured is not None:
-            self._measured.switch_context(nodeid)
-            self._measured.set_option("run:context", nodeid)  # of processes that this test forks
+            self._measured.switch_context(name)
+            self._measured.set_option("run:context", name)  # of processes that are forked
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._failed = self._failed or report.failed
@@ -116,7 +133,6 @@ class Recorder:
 def run_pytest(request: Request, folder: Path, events: int) -> None:
     """Run the tests in this process, which is a fork, and end it."""
     import coverage
-    import pytest
 
     status = NOT_STARTED
     try:
@@ -242,7 +258,7 @@ def main() -> None:
     os.dup2(2, 1)
     process_option(DEATH_SIGNAL, signal.SIGKILL)
     process_option(SUBREAPER, 1)
-    for name in ("psutil", "pytest", "coverage", *sys.argv[2:]):
+    for name in ("psutil", "coverage", *sys.argv[2:]):
         importlib.import_module(name)
     for line in sys.stdin:
         outcome = run(Request(**json.loads(line)), folder)
