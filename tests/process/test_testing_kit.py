@@ -84,9 +84,17 @@ class ClippedTooEarly(DDPForkStrategy):
         return super().optimizer_step(optimizer, closure, **options)
 
 
+class KeysOfTheWrapper(DDPForkStrategy):
+    """Returns the wrapper's state in place of the module's."""
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        return module.state_dict()
+
+
 @pytest.mark.parametrize(
     ("kind", "problem"),
     [
+        (KeysOfTheWrapper, "get_module_state_dict has the module's own keys"),
         (SummedByDefault, "all_reduce averages by default"),
         (ApartAtTheEnd, "training with 1 microbatches in a step ends with the same weights on every rank"),
         (ClippedTooEarly, "training with 1 microbatches in a step and gradients clipped to 0.05"),

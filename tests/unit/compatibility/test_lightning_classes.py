@@ -139,6 +139,7 @@ def test_callbacks(tmp_path: Path, pl: Any, make: Callable[..., Any]) -> None:
     class Note(pl.Callback):
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             seen.append(type(pl_module).__name__)
+            assert not hasattr(self, "configure_sharded_model")  # which a module has
 
     class Other(Note):
         pass

@@ -35,6 +35,8 @@ def test_two_buckets_are_two_tensors() -> None:
     buckets = torch.ones(4), torch.ones(4, dtype=torch.float64)
     pieces = FlatGradients(parameters_with(*buckets[0].split(2), *buckets[1].split(2))).pieces()
     assert [(piece.dtype, piece.numel()) for piece in pieces] == [(torch.float32, 4), (torch.float64, 4)]
+    pieces = FlatGradients(parameters_with(*buckets[0].split(2), torch.ones(3))).pieces()
+    assert [piece.numel() for piece in pieces] == [4, 3]  # one bucket holds a single gradient
 
 
 def test_gradients_with_own_storages_are_freed() -> None:

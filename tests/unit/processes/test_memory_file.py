@@ -1,6 +1,8 @@
 """Values through an anonymous file: what goes in comes out, tied as it was; damage is noticed."""
 
+import errno
 import os
+import resource
 from collections.abc import Iterator
 from typing import Any
 
@@ -159,6 +161,18 @@ def test_the_file_has_no_name_and_is_not_inherited() -> None:
     assert not os.get_inheritable(descriptor)
     assert "(deleted)" in os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115 -- no path
     os.close(descriptor)
+
+
+def test_a_process_with_too_many_open_files() -> None:
+    """The error is that of the limit; another kind of file would need a descriptor, too."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        with pytest.raises(OSError, match="open files") as caught:
+            create_memory_file()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert (caught.value.errno, caught.value.filename) == (errno.EMFILE, None)
 
 
 def test_sparse_and_quantized_tensors_travel(file: int) -> None:

@@ -174,6 +174,7 @@ def test_a_forked_process_has_no_subscribers(subscriber: Subscriber) -> None:
         called.append(number)
 
     def work() -> None:
+        assert signal.set_wakeup_fd(-1) == -1  # else its signals would wake the parent
         send()
         with ROUTER.subscribe([NUMBER], subscriber):
             send()

@@ -241,6 +241,9 @@ def test_agreement_with_the_strategy(
     """What agrees is allowed in both places; device indices say more than their number."""
     train = trainer(tmp_path, **{"strategy": strategy_with(**own), "devices": "auto", **given})
     assert train.world_size == size
+    indices = [4, 7]
+    if indices in (own.get("devices"), given.get("devices")):
+        assert train.strategy.process_config.devices == (4, 7)
 
 
 def test_what_another_trainer_has_added_was_given(tmp_path: Path) -> None:

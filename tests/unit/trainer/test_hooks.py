@@ -287,6 +287,10 @@ def test_configured_callbacks_are_checked(tmp_path: Path) -> None:
     model.configure_callbacks = lambda: with_hook(Callback, "on_batch_end")  # type: ignore[method-assign]
     with pytest.raises(ConfigurationError, match=r"WithCallback\.on_batch_end"):
         trainer(tmp_path).fit(model, loader())
+    stateful = type("Stateful", (Own,), {"state_dict": lambda self: {}})
+    model.configure_callbacks = lambda: [stateful(), stateful()]  # type: ignore[method-assign]
+    with pytest.raises(ConfigurationError, match="Stateful"):
+        trainer(tmp_path).fit(model, loader())
 
 
 def test_one_configured_callback_replaces_the_default_of_its_class(tmp_path: Path) -> None:
