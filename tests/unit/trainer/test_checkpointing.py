@@ -1,6 +1,7 @@
 """Checkpoints of a fit, and continuing from them."""
 
 import datetime as dt
+import signal
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
@@ -319,6 +320,30 @@ def test_other_optimizer(tmp_path: Path) -> None:
     path = saved(tmp_path, Line())
     with pytest.raises(CheckpointError, match="does not fit the optimizers"):
         trainer(tmp_path).fit(Fixed(), loader(), ckpt_path=path)
+
+
+def test_a_signal_while_an_optimizer_is_loaded(tmp_path: Path) -> None:
+    """What the user's handler raises is no fault of the checkpoint."""
+
+    def give_up(number: int, frame: Any) -> None:
+        raise ValueError("out of time")
+
+    class Interrupted(torch.optim.SGD):
+        def load_state_dict(self, state_dict: Any) -> None:
+            signal.raise_signal(signal.SIGALRM)
+
+    class Loading(Line):
+        def configure_optimizers(self) -> Any:
+            return Interrupted(self.parameters(), lr=0.1)
+
+    path = saved(tmp_path, Line())
+    before = signal.signal(signal.SIGALRM, give_up)
+    try:
+        with pytest.raises(ValueError, match="out of time") as caught:
+            trainer(tmp_path).fit(Loading(), loader(), ckpt_path=path)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert type(caught.value) is ValueError
 
 
 @pytest.mark.parametrize(
