@@ -239,11 +239,14 @@ def test_parallel_devices_and_devices() -> None:
 def test_agreement_with_the_strategy(
     tmp_path: Path, own: dict[str, Any], given: dict[str, Any], size: int
 ) -> None:
-    """What agrees is allowed in both places; device indices say more than their number."""
+    """What agrees is allowed in both places."""
     train = trainer(tmp_path, **{"strategy": strategy_with(**own), "devices": "auto", **given})
     assert train.world_size == size
-    if [4, 7] in (own.get("devices"), given.get("devices")):
-        assert agreed_value("devices", own["devices"], given["devices"]) == [4, 7]
+
+
+def test_device_indices_say_more_than_their_number() -> None:
+    """They are taken, in whichever of the two places they are given."""
+    assert agreed_value("devices", 2, [4, 7]) == agreed_value("devices", [4, 7], 2) == [4, 7]
 
 
 def test_what_another_trainer_has_added_was_given(tmp_path: Path) -> None:
