@@ -116,8 +116,6 @@ class StochasticWeightAveraging(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: TrainingModule) -> None:
         loaded, self._loaded = self._loaded, {}
-        if not loaded:
-            self._reset()
         if len(trainer.optimizers) != 1 or len(trainer.lr_scheduler_configs) > 1:
             raise ConfigurationError(
                 message="StochasticWeightAveraging needs one optimizer, and at most one scheduler.",

@@ -32,11 +32,15 @@ def test_metrics(tmp_path: Path) -> None:
 
 def test_hyper_parameters(tmp_path: Path) -> None:
     """They are flat, come with a metric, and are found by TensorBoard's plugin."""
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
     logger = TensorBoardLogger(tmp_path, name=None, version=0, prefix="my")
-    logger.log_hyperparams({"opt": {"lr": 0.1, "name": None}})
+    logger.log_hyperparams({"opt": {"lr": 0.5, "name": None}})
     assert scalars(logger.log_dir) == {"my-hp_metric": [(0, -1.0)]}
-    metadata = events(logger.log_dir).summary_metadata
-    assert b"opt/lr" in metadata["_hparams_/session_start_info"].plugin_data.content
+    content = events(logger.log_dir).summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    hyper_parameters = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert hyper_parameters["opt/lr"].number_value == 0.5
+    assert hyper_parameters["opt/name"].string_value == "None"
     logger.finalize("success")
 
 
