@@ -474,13 +474,16 @@ def test_facts_of_the_module(tmp_path: Path) -> None:
 
 
 def test_phases(tmp_path: Path) -> None:
-    """The heartbeat has the phase of each step: reading a batch, forward, backward, stepping."""
-    seen: list[tuple[int, str]] = []
+    """The heartbeat has the phase of each step: reading a batch, forward, backward, stepping.
+
+    Only a backward pass waits for other ranks.
+    """
+    seen: list[tuple[int, str, bool]] = []
 
     def note(*_: object) -> None:
         heartbeat = own_heartbeat()
         assert heartbeat is not None
-        seen.append((heartbeat.step, heartbeat.phase))
+        seen.append((heartbeat.step, heartbeat.phase, heartbeat.waits))
 
     class Noting(Line):
         def on_fit_start(self) -> None:
@@ -505,4 +508,5 @@ def test_phases(tmp_path: Path) -> None:
 
     trainer(tmp_path, max_steps=2).fit(Noting(), Batches())
     phases = ("data loading", "forward", "backward", "optimizer")
-    assert list(dict.fromkeys(seen)) == [(step, phase) for step in range(2) for phase in phases]
+    expected = [(step, phase, phase == "backward") for step in range(2) for phase in phases]
+    assert list(dict.fromkeys(seen)) == expected
