@@ -39,7 +39,7 @@ def test_clusters_have_to_run_in_ci(value: str, code: int, tmp_path: Path) -> No
             "-c",
             f"{functions}python=; step() {{ :; }}; in_clone() {{ :; }}; run_clusters",
         ],
-        env={**os.environ, "PATH": str(tmp_path), "CI": value},
+        env={**os.environ, "PATH": str(tmp_path), "CI": value, "work": str(tmp_path)},
         capture_output=True,
         text=True,
         check=False,
