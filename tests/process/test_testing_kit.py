@@ -291,3 +291,9 @@ def test_wrong_arguments(make: Any, error: type[Exception]) -> None:
     """What cannot be is refused at once."""
     with pytest.raises(error):
         make()
+
+
+def test_a_wrong_timeout() -> None:
+    """It is named as it was given."""
+    with pytest.raises(InvalidArgumentError, match="timeout=0 is not possible"):
+        run_distributed(print, timeout=0)

@@ -4,6 +4,7 @@ import signal
 from contextlib import ExitStack
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from rankwise.checkpoint import AsyncCheckpointIO
@@ -47,6 +48,13 @@ def test_off_touches_nothing() -> None:
     with intercepted(lambda call: None):
         assert vars(dist.ProcessGroup)["allreduce"] is not methods["allreduce"]
     assert dict(vars(dist.ProcessGroup)) == methods
+
+
+def test_threads_are_as_before() -> None:
+    """The caller has its number of torch's threads back, whatever the function has set."""
+    before = torch.get_num_threads()
+    AutoStrategy(accelerator="cpu", devices=1).launch(lambda _: torch.set_num_threads(before + 1))
+    assert torch.get_num_threads() == before
 
 
 def test_a_handler_of_sigterm_stays() -> None:
