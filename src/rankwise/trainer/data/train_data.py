@@ -144,7 +144,7 @@ class TrainData:
         self._taken.clear()
         for row in found:
             self._taken.append(row)
-            yield row[0][0] if self._combination is None else self._joined(row)
+            yield self._joined(row)
 
     def _joined(self, row: Row) -> Any:
         """Return the batch that the loaders' batches make; None stands for a loader that has ended."""

@@ -130,7 +130,7 @@ class BatchSchedule:
         if end <= self._shortest:  # every rank has all of them
             return 1 / (end - first)
         real = sum(max(0.0, min(length, end) - first) for length in self._lengths)
-        return self.num_ranks / real if real else 1.0
+        return self.num_ranks / real
 
     def preserve_state(self, block: AbstractContextManager[None]) -> AbstractContextManager[None]:
         """Return the block of a batch; after a padding step it also restores buffers and random state."""

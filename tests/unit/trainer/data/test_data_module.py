@@ -256,6 +256,20 @@ def test_hyperparameters_and_state_of_a_checkpoint(tmp_path: Path) -> None:
     assert resumed.count == 7
 
 
+def test_no_state(tmp_path: Path) -> None:
+    """A checkpoint has no entry for a data module without a state, whose `load_state_dict` is not called."""
+
+    class Stateless(Numbers):
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    runs, path = trainer(tmp_path), tmp_path / "stateless.ckpt"
+    runs.fit(Line(), Stateless())
+    runs.save_checkpoint(path)
+    assert "Stateless" not in torch.load(path, weights_only=True)
+    runs.test(Line(), Stateless(), ckpt_path=path)
+
+
 def test_a_state_that_does_not_load(tmp_path: Path) -> None:
     """The error names the file and the class."""
 

@@ -59,9 +59,11 @@ def test_steps_before_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("steps", "expected"), [(0, 0), (None, 2), (-1, 4), (9, 4)])
 def test_how_many(tmp_path: Path, steps: int | None, expected: int) -> None:
     """-1 means all, None Lightning's 2; there are no more than the loader has."""
-    model = Line()
-    trainer(tmp_path, num_sanity_val_steps=steps, limit_train_batches=0).fit(model, loader(), loader())
+    model, notes = Line(), Notes()
+    train = trainer(tmp_path, num_sanity_val_steps=steps, limit_train_batches=0, callbacks=notes)
+    train.fit(model, loader(), loader())
     assert model.seen == [f"validate {number}" for number in range(expected)]
+    assert [note[1] for note in notes.seen if note[0] == "end"] == [[expected]] * (expected > 0)
 
 
 def test_each_loader(tmp_path: Path) -> None:
