@@ -112,7 +112,6 @@ class FaultRunner:
         )
 
     def close(self) -> None:
-        """End the interpreter."""
         if self.interpreter is not None:
             self.interpreter.close()
         self.interpreter = None
@@ -165,7 +164,6 @@ def _variables(more: Mapping[str, str]) -> dict[str, str]:
 
 
 def _start(interpreter: PreloadedInterpreter, folder: Path, job: str) -> ForkedProgram:
-    """Start the main process of a job, with folders of its own."""
     for name in ("tmp", "here", "saved"):
         (folder / name).mkdir()
     variables = _variables({"TMPDIR": str(folder / "tmp"), processes.MARKER: marker_of(folder)})
@@ -196,7 +194,6 @@ def report_of(fault: Fault) -> tuple[dict[str, Any], str]:
 
 
 def problems(cell: Cell, outcome: Outcome) -> list[str]:
-    """Return the differences between an outcome and what is expected of the cell."""
     return wrong(cell, outcome) + late(cell, outcome)
 
 
@@ -214,7 +211,6 @@ def wrong(cell: Cell, outcome: Outcome) -> list[str]:
 
 
 def late(cell: Cell, outcome: Outcome) -> list[str]:
-    """Return the times that exceed their limits."""
     factor = slowdown()
     times = {"no rank was left": outcome.ranks_gone_after_s}
     if not (cell.how == "SIGSTOP" and cell.hits_main):  # it cannot raise before it continues
@@ -228,7 +224,6 @@ def late(cell: Cell, outcome: Outcome) -> list[str]:
 
 @contextlib.contextmanager
 def fault_runner(folder: Path) -> Iterator[FaultRunner]:
-    """Provide a runner in the block."""
     runner = FaultRunner(folder)
     try:
         yield runner
@@ -254,8 +249,6 @@ def _processes_of(session_id: int) -> list[psutil.Process]:
 
 
 def _living(session_id: int, folder: Path) -> list[psutil.Process]:
-    """Return the living processes of a job, those in other sessions included."""
-
     def of_job() -> set[psutil.Process]:
         return processes.in_session(session_id) | processes.with_marker(marker_of(folder))
 

@@ -33,8 +33,6 @@ UNDISTURBED = ""
 
 @dataclass(frozen=True)
 class Cell:
-    """One line of the table."""
-
     who: str
     how: str
     when: str
@@ -45,7 +43,6 @@ class Cell:
 
     @property
     def start_method(self) -> str:
-        """How the ranks start."""
         return START_METHODS[self.strategy]
 
     @property

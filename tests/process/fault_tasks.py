@@ -110,8 +110,6 @@ _separate_group: list[Any] = []  # a group that only the rank that hangs uses
 
 
 class FaultyStrategy(DDPStrategy):
-    """Fails before the process group is created, if the fault says so."""
-
     fault: Fault
 
     def setup_environment(self) -> None:
@@ -121,8 +119,6 @@ class FaultyStrategy(DDPStrategy):
 
 
 class FaultyModule(Regression):
-    """Fails in the middle of a step, if the fault says so."""
-
     fault: Fault
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -172,7 +168,6 @@ class FaultWhilePickling:
 
 
 def fit(fault: Fault, start_method: str) -> None:
-    """Train for three steps on two ranks, and save after each."""
     settings: dict[str, Any] = {"grace_period_s": GRACE_S}
     if fault.cell is not None:
         settings |= {"timeout": fault.cell.timeout_s, "init_timeout": fault.cell.init_timeout_s}
@@ -241,7 +236,6 @@ def living_children(start_method: str, has_failed: bool) -> list[str]:
 
 
 def listening_sockets() -> list[str]:
-    """Return the addresses at which other processes of this job listen."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -272,18 +266,15 @@ _left_open: list[Any] = []
 
 
 def marker_of(folder: Path) -> str:
-    """Return the marker of a job's processes."""
     return f"faults-{folder}"
 
 
 def as_json(fault: Fault, start_method: str) -> str:
-    """Write a job for another process."""
     cell = None if fault.cell is None else vars(fault.cell)
     return json.dumps({"start_method": start_method, **vars(fault), "cell": cell})
 
 
 def from_json(text: str) -> tuple[Fault, str]:
-    """Read what `as_json` wrote."""
     fields = json.loads(text)
     start_method: str = fields.pop("start_method")
     cell = fields.pop("cell")

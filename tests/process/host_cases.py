@@ -41,7 +41,6 @@ def strategy_of(method: str, **arguments: Any) -> DDPStrategy:
 
 
 def good(strategy: Strategy) -> str:
-    """Run for a second."""
     for _ in range(3):
         time.sleep(0.3)
         strategy.barrier()
@@ -49,13 +48,11 @@ def good(strategy: Strategy) -> str:
 
 
 def quick(strategy: Strategy) -> str:
-    """Run for no longer than it takes."""
     strategy.barrier()
     return str(strategy.broadcast("fine"))
 
 
 def bad(strategy: Strategy) -> None:
-    """Let rank 1 be killed."""
     strategy.barrier()
     if strategy.global_rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -63,7 +60,6 @@ def bad(strategy: Strategy) -> None:
 
 
 def stubborn(strategy: Strategy) -> None:
-    """Let rank 0 be killed, while nothing interrupts rank 1."""
     strategy.barrier()
     if strategy.global_rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -76,7 +72,6 @@ JOBS: dict[str, Callable[[Strategy], object]] = {"good": good, "bad": bad, "stub
 
 
 def report(launch: Callable[[], object], errors: type[Exception] = WorkerError) -> None:
-    """Print the value of a launch, or its error."""
     try:
         print(launch())
     except errors as error:
@@ -87,8 +82,6 @@ def report(launch: Callable[[], object], errors: type[Exception] = WorkerError) 
 
 
 def reap_all_children() -> None:
-    """Wait for every child that ends."""
-
     def reap(*_: object) -> None:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -140,7 +133,6 @@ SITUATIONS: dict[str, Callable[[], object]] = {
 
 
 def in_situation(situation: str, method: str, *names: str) -> None:
-    """Launch jobs in a situation."""
     SITUATIONS[situation]()
     for name in names:
         report(partial(strategy_of(method).launch, JOBS[name]))
@@ -159,25 +151,20 @@ def patched_threads(method: str, devices: str) -> None:
 
 
 def blocked_signals(strategy: Strategy) -> set[signal.Signals]:
-    """Return which of two signals the rank blocks."""
     return {signal.SIGTERM, signal.SIGUSR1} & signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def elastic_blocked(method: str) -> None:
-    """Print what elastic ranks block of the signals that this process blocks."""
     SITUATIONS["blocked"]()
     print(strategy_of(f"elastic-{method}").launch(blocked_signals))
 
 
 def handle_own_signal(_: Strategy) -> None:
-    """Raise a signal, and handle it."""
     signal.signal(signal.SIGUSR1, lambda *_: print("own", flush=True))
     signal.raise_signal(signal.SIGUSR1)
 
 
 def asyncio_handler() -> None:
-    """Launch in an event loop that handles a signal."""
-
     async def run() -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print, "the main process's")
         strategy_of("fork").launch(handle_own_signal)
@@ -187,7 +174,6 @@ def asyncio_handler() -> None:
 
 
 def good_without_timer(strategy: Strategy) -> str:
-    """Stop the timer of a main process that is a rank, and run."""
     signal.setitimer(signal.ITIMER_REAL, 0)
     return good(strategy)
 
@@ -211,7 +197,6 @@ def full_wake_up(method: str) -> None:
 
 
 def kill_forkserver(folder: str) -> None:
-    """Kill the forkserver when a rank runs."""
     wait_for(Path(folder, "up"))
     server: int = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     os.kill(server, signal.SIGKILL)
@@ -220,20 +205,17 @@ def kill_forkserver(folder: str) -> None:
 
 
 def after_the_kill(strategy: Strategy, name: str, folder: str) -> object:
-    """Run a job once the forkserver has been killed."""
     Path(folder, "up").touch()
     wait_for(Path(folder, "killed"))
     return JOBS[name](strategy)
 
 
 def wait_for(path: Path) -> None:
-    """Wait until a file exists."""
     while not path.exists():
         time.sleep(0.01)
 
 
 def forkserver_killed(name: str, folder: str) -> None:
-    """Launch twice; the forkserver of the first launch is killed during it."""
     threading.Thread(target=kill_forkserver, args=[folder]).start()
     for each in ("good", name):
         report(partial(strategy_of("forkserver").launch, after_the_kill, each, folder))
@@ -251,7 +233,6 @@ def fail_with_a_title(strategy: Strategy, rank: int) -> None:
 
 
 def cut_title(rank: str, method: str) -> None:
-    """Launch ranks with a title that is cut within a character."""
     report(partial(strategy_of(method).launch, fail_with_a_title, int(rank)))
 
 
@@ -264,7 +245,6 @@ def write_to_channel(strategy: Any) -> None:
 
 
 def writes_to_channel() -> None:
-    """Launch a script that writes to its channel."""
     strategy_of("popen", grace_period_s=1.0).launch(write_to_channel)
 
 
@@ -287,7 +267,6 @@ def fork_and_end(strategy: Strategy, how: str) -> str:
 
 
 def ranks_fork(method: str) -> None:
-    """Launch a job whose ranks fork, once for each way to end."""
     strategy = strategy_of(method)
     for how in FORK_ENDS:
         print(f"--- {how}", file=sys.stderr, flush=True)
@@ -298,14 +277,12 @@ def ranks_fork(method: str) -> None:
 
 
 def wait() -> None:
-    """Wait for ever."""
     print("waiting", flush=True)
     while True:
         time.sleep(0.1)
 
 
 def wait_in_except() -> None:
-    """Wait where an exception is handled."""
     try:
         raise ConnectionError
     except ConnectionError:
@@ -313,7 +290,6 @@ def wait_in_except() -> None:
 
 
 def wait_swallowing() -> None:
-    """Wait, whatever is raised."""
     while True:
         with contextlib.suppress(BaseException):
             wait()
@@ -345,7 +321,6 @@ def wait_or_end(strategy: Strategy, how: str, end: str) -> None:
 
 
 def busy(method: str, how: str, end: str) -> None:
-    """Launch a job of which one rank waits, and the other one ends."""
     launch = partial(strategy_of(method).launch, wait_or_end, how, end)
     if how == "blocked":
         SITUATIONS["blocked"]()
@@ -358,7 +333,6 @@ def busy(method: str, how: str, end: str) -> None:
 
 
 def rest_of_a_script() -> None:
-    """Let the second rank end by itself after a job."""
     strategy = strategy_of("popen", grace_period_s=0.0)
     strategy.launch(quick)
     if not strategy.is_global_zero:
@@ -383,7 +357,6 @@ def save_after_an_interrupt(strategy: Strategy) -> None:
 
 
 def interrupted() -> None:
-    """Launch a job whose main process is interrupted."""
     try:
         strategy_of("popen", grace_period_s=0.2).launch(save_after_an_interrupt)
     except KeyboardInterrupt:
@@ -391,7 +364,6 @@ def interrupted() -> None:
 
 
 def fail_while_sleeping(strategy: Strategy) -> None:
-    """Fail on rank 1."""
     strategy.barrier()
     if strategy.global_rank == 1:
         raise ValueError
@@ -399,12 +371,10 @@ def fail_while_sleeping(strategy: Strategy) -> None:
 
 
 def without_grace() -> None:
-    """Launch without a grace period."""
     report(partial(strategy_of("popen", grace_period_s=0).launch, fail_while_sleeping))
 
 
 def launch_in_a_thread() -> None:
-    """Launch a script's ranks in a thread."""
     thread = threading.Thread(target=lambda: print(strategy_of("popen").launch(good)))
     thread.start()
     thread.join()
@@ -414,7 +384,6 @@ def launch_in_a_thread() -> None:
 
 
 def held() -> tuple[list[str], list[psutil.Process]]:
-    """Return what this process has open, and its children."""
     kinds = []
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 -- a folder that is read in one call
         with contextlib.suppress(FileNotFoundError):  # that of the listing itself
@@ -423,7 +392,6 @@ def held() -> tuple[list[str], list[psutil.Process]]:
 
 
 def limited(spare: int, strategy: DDPStrategy) -> str:
-    """Launch where so many more files may be opened; return how that ends."""
     free = [number for number in range(1000) if not Path(f"/proc/self/fd/{number}").exists()]
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (free[spare], before[1]))
@@ -436,7 +404,6 @@ def limited(spare: int, strategy: DDPStrategy) -> str:
 
 
 def few_files(method: str) -> None:
-    """Launch with few files, and then with more."""
     arguments = {"command": [sys.executable, sys.argv[0], "few_files_rank"]} if method == "popen" else {}
     if method != "popen":
         strategy_of(method).launch(quick)
@@ -453,7 +420,6 @@ def few_files_rank() -> None:
 
 
 def few_processes(situation: str, method: str) -> None:
-    """Launch where no process or thread can be started."""
     before = psutil.Process().children()
     SITUATIONS[situation]()
     report(partial(strategy_of(method).launch, quick), LaunchRefusedError)
@@ -461,7 +427,6 @@ def few_processes(situation: str, method: str) -> None:
 
 
 def handle_own(*_: object) -> None:
-    """Print that the handler was called."""
     print("own handler", flush=True)
 
 
@@ -478,7 +443,6 @@ def wait_for_a_sleeper(strategy: Strategy, how: str) -> None:
 
 
 def handles_sigusr2(method: str, how: str) -> None:
-    """Launch ranks with a handler of SIGUSR2, or with the main process's."""
     if how == "before":
         signal.signal(signal.SIGUSR2, handle_own)
     try:
@@ -505,7 +469,6 @@ def fork_and_launch(rank: int, strategy: DDPStrategy) -> None:
 
 
 def forks_after_a_job() -> None:
-    """Fork in one rank of a script, and then in the other one."""
     strategy = strategy_of("popen")
     strategy.launch(quick)
     for rank in range(2):
@@ -515,7 +478,6 @@ def forks_after_a_job() -> None:
 
 
 def descriptors(method: str) -> None:
-    """Print how many descriptors and processes a launch leaves."""
     strategy = strategy_of(method)
     strategy.launch(quick)
     gc.disable()

@@ -26,8 +26,6 @@ _LISTENING = "0A"
 
 
 class MakesFile:
-    """Its pickle makes a file when it is loaded."""
-
     def __init__(self, path: str) -> None:
         self.path = path
 

@@ -65,8 +65,6 @@ class Prepared(DDPStrategy):
 
 
 class PreparedElastic(DDPElasticStrategy):
-    """The same with torch's elastic agent."""
-
     def setup_environment(self) -> None:
         if self.global_rank == int(os.environ.get("LATE", "1")):
             connect_late(Path(sys.argv[3]))
@@ -89,7 +87,6 @@ class Line(TrainingModule):
 
 
 def share(strategy: Strategy) -> str:
-    """Share an object and a tensor."""
     secret = strategy.broadcast(SECRET if strategy.is_global_zero else None)
     total = strategy.all_reduce(torch.full((3,), 3.0), reduce_op="mean")
     return f"{secret} {float(total[0])}"
@@ -116,7 +113,6 @@ def share_in_own_group(strategy: Strategy) -> str:
 
 
 def main(job: str, start_method: str, num_nodes: int = 1) -> None:
-    """Run a job, and say how it ended."""
     options: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "num_nodes": num_nodes}
     options |= {"timeout": 10 * slowdown(), "init_timeout": 15 * slowdown()}
     if start_method == "elastic":

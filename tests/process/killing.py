@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from typing_extensions import override
 
 from rankwise import Trainer
 from tests.process.resume_tasks import Net, Noisy, ThroughTorch, train
@@ -42,7 +41,6 @@ _page = _Page.from_buffer(mmap.mmap(-1, mmap.PAGESIZE))  # forked ranks share it
 
 
 def begin() -> None:
-    """Forget an earlier run."""
     ctypes.memset(ctypes.addressof(_page), 0, ctypes.sizeof(_page))
 
 
@@ -59,9 +57,6 @@ def _start() -> int:
 
 
 class SlowlyLoaded(Noisy):
-    """Works slowly, and records it."""
-
-    @override
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         note("loading data")
         time.sleep(_PAUSE_S)
@@ -69,13 +64,9 @@ class SlowlyLoaded(Noisy):
 
 
 class SlowlyTrained(Net):
-    """Works slowly, and records it."""
-
-    @override
     def on_train_start(self) -> None:
         _page.begun_at[_start()] = self.trainer.global_step
 
-    @override
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         note("in a step")
         time.sleep(_PAUSE_S)
@@ -85,7 +76,6 @@ class SlowlyTrained(Net):
 class SlowlySaved(ThroughTorch):
     """Saves slowly, with the file half written, and records it."""
 
-    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
         note("saving")
         super().save_checkpoint({**checkpoint, "pause": Pause()}, path)
@@ -94,8 +84,6 @@ class SlowlySaved(ThroughTorch):
 
 
 class Pause:
-    """Takes some milliseconds to pickle."""
-
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         time.sleep(_PAUSE_S)
         return OrderedDict, ()  # which a checkpoint may hold
@@ -118,15 +106,12 @@ class Killer:
         self._thread = threading.Thread(target=self._run, name="killer", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def begun_at(self) -> list[int]:
-        """Return at which step each start has begun."""
         return list(_page.begun_at[1 : self._kills + 2])
 
     def stop(self) -> None:
-        """End the thread."""
         self._is_over.set()
         self._thread.join()
 
@@ -171,7 +156,6 @@ def train_slowly(strategy: Any, folder: Path, epochs: int) -> Trainer:
 
 @contextmanager
 def killing(kills: int, seed: int) -> Iterator[Killer]:
-    """Kill ranks while the block trains."""
     begin()
     killer = Killer(kills, seed)
     killer.start()

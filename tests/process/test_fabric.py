@@ -59,7 +59,6 @@ def test_two_processes_give_the_weights_of_one(tmp_path: Path) -> None:
 
 
 def fail(one: Fabric) -> None:
-    """Raise on rank 1, while rank 0 waits for it."""
     if one.global_rank == 1:
         raise ValueError("loss is nan")
     one.barrier()
@@ -76,8 +75,6 @@ def test_a_failing_rank_reaches_the_caller() -> None:
 
 
 class SavesInFabric:
-    """Saves when an exception is caught; a barrier is refused."""
-
     def on_exception(self, fabric: Fabric, path: Path) -> None:
         fabric.save(path, {"rank": fabric.global_rank})
         with pytest.raises(LifecycleError, match="after a failure on this rank"):
@@ -85,7 +82,6 @@ class SavesInFabric:
 
 
 def fail_on_rank_one(one: Fabric, path: Path) -> None:
-    """Raise on one rank, with the hook, while the other waits."""
     try:
         if one.global_rank == 1:
             raise ValueError("on one rank")
@@ -136,7 +132,6 @@ if fabric.is_global_zero:
 
 
 def check_weights(folder: Path) -> None:
-    """Compare what a script has saved with one process."""
     torch.manual_seed(5)
     found: dict[str, Tensor] = torch.load(folder / "weights.pt")
     assert largest_difference(found, train(fabric())) < 1e-6

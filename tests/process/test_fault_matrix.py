@@ -28,7 +28,6 @@ QUICK = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultRunner]:
-    """Run cells, in a process that serves all of them."""
     with fault_runner(tmp_path_factory.mktemp("faults")) as runner:
         yield runner
 

@@ -272,8 +272,6 @@ def test_a_consequence_is_not_taken_for_the_cause() -> None:
 
 
 class Unruly(Exception):
-    """An exception whose `__str__` fails."""
-
     def __str__(self) -> str:
         raise RuntimeError("no words")
 
@@ -382,8 +380,6 @@ def test_a_rank_that_becomes_another_program(when: str) -> None:
 
 
 class FailsToArrive:
-    """Raises or exits when it is unpickled."""
-
     def __init__(self, action: str) -> None:
         self.action = action
 

@@ -32,7 +32,6 @@ SCRIPT = """
 
 
 def train(strategy: str, folder: Path, epochs: int, **options: Any) -> ModelCheckpoint:
-    """Train on two ranks with a `ModelCheckpoint` in a folder."""
     saving = ModelCheckpoint(folder, save_last=True)
     trainer = quiet_trainer(strategy, 2, max_epochs=epochs, enable_checkpointing=True, callbacks=saving)
     trainer.fit(Regression(), loader(16, 4), **options)

@@ -105,8 +105,6 @@ def test_powersgd_in_many_buckets_on_gloo(by: str) -> None:
 
 
 class Sharded(Regression):
-    """Trains with torch's `ZeroRedundancyOptimizer`."""
-
     def configure_optimizers(self) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own, of what it imports
@@ -209,8 +207,6 @@ def test_one_model_is_validated_and_saved(tmp_path: Path) -> None:
 
 
 class Partial(Regression):
-    """Has a layer that nothing uses."""
-
     def __init__(self) -> None:
         super().__init__()
         self.spare = nn.Linear(2, 2)
@@ -251,7 +247,6 @@ def test_ranks_equal_one_process_again_and_again(case: Case) -> None:
 
 
 def gradients_by_hook(strategy: DDPStrategy, names: list[str]) -> list[list[Tensor]]:
-    """Return each named hook's gradients, for the same data."""
     found = []
     for name in names:
         again = DDPStrategy(accelerator="cpu", devices=2, comm_hook=name)
@@ -283,7 +278,6 @@ def test_hooks_work_on_gloo() -> None:
 
 
 def registered_by_hand(strategy: DDPStrategy) -> list[Tensor]:
-    """Return the gradients of models that DDP alone has wrapped, with and without hooks."""
     found = []
     hooks: list[tuple[Any, Any]] = [
         (None, None),

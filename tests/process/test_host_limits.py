@@ -163,7 +163,6 @@ def test_a_rank_that_handles_sigusr2(how: str, method: str, cases: Cases) -> Non
 @pytest.fixture
 @computed_once
 def forking_script(cases: Cases) -> ScriptResult:
-    """Run a script in which one rank forks after a job, and then the other one."""
     return cases("forks_after_a_job", siblings=1)
 
 
@@ -184,7 +183,6 @@ def test_a_script_that_forks_after_a_job(rank: int, forking_script: ScriptResult
 @pytest.fixture(params=METHODS)
 @computed_once
 def left_descriptors(request: pytest.FixtureRequest, cases: Cases) -> ScriptResult:
-    """Run a program that counts its descriptors, as usual and where SIGCHLD is ignored."""
     return cases("descriptors", request.param)
 
 

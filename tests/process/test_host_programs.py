@@ -35,10 +35,7 @@ cases = cases_of(host_cases)
     combinations(
         ("timeout", "ignored", "reaped"),
         ALL_METHODS,
-        quick=[
-            *itertools.product(("timeout", "ignored", "reaped"), FORKING),
-            ("ignored", "popen"),
-        ],
+        quick=[*itertools.product(("timeout", "ignored", "reaped"), FORKING), ("ignored", "popen")],
     ),
 )
 def test_a_good_job(situation: str, method: str, cases: Cases) -> None:
@@ -161,7 +158,6 @@ def test_the_first_rank_ends_without_pidfds(situation: str, method: str, cases: 
 @pytest.fixture(params=METHODS)
 @computed_once
 def forking_ranks(request: pytest.FixtureRequest, cases: Cases) -> ScriptResult:
-    """Run a program in which each rank forks a process for each way to end."""
     return cases("ranks_fork", request.param, siblings=int(request.param == "popen"))
 
 

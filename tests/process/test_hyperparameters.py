@@ -14,8 +14,6 @@ from tests.process.training_tasks import Regression, loader, quiet_trainer
 
 
 class Configured(Regression):
-    """Has hyperparameters, collects what the ranks have computed, and prints on rank 0."""
-
     def __init__(self, optimizer: str, factor: float, layers: list[int]) -> None:
         super().__init__(optimizer)
         self.save_hyperparameters()

@@ -91,7 +91,6 @@ def attack(
 
 
 def check(result: ScriptResult, folder: Path) -> None:
-    """Check that a job that was attacked has read, run and sent nothing wrong."""
     assert not (folder / "code_was_run").exists(), result
     read = folder / "read"
     assert not read.exists() or SECRET not in read.read_text(), result

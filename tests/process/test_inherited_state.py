@@ -19,7 +19,6 @@ MEMORY: Any = torch.utils.deterministic  # typed without its attribute
 
 
 def facts(strategy: Strategy | None = None) -> Facts:
-    """Return this process's flags and its next random numbers."""
     return {
         "matmul precision": torch.get_float32_matmul_precision(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),

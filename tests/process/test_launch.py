@@ -49,7 +49,6 @@ def only_on_rank_zero() -> str:
 
 
 def all_facts(strategy: Strategy, number: int) -> Facts:
-    """Return what a rank sees of its job."""
     total = strategy.all_reduce(torch.tensor(float(strategy.global_rank + 1)), reduce_op="sum")
     return {
         "total": float(total),
@@ -113,7 +112,6 @@ def _wakeup_fd() -> int:
 )
 @computed_once
 def job(request: pytest.FixtureRequest) -> _Job:
-    """Launch twice, by each start method with each rendezvous."""
     gc.unfreeze()  # importing the forkserver's preload in this process has frozen what was there
     return _Job(*request.param.split("-"))
 
@@ -286,8 +284,6 @@ def test_a_value_that_cannot_travel_is_an_error(start_method: str) -> None:
 
 
 class Tied(nn.Module):
-    """Two names for one parameter, beside a buffer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(3, 3)

@@ -72,8 +72,6 @@ def test_a_rank_that_does_not_leave(
 
 
 class Slow(CheckpointIO):
-    """Writes slowly."""
-
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 

@@ -36,7 +36,6 @@ def start(
 
 
 def run(run_script: ScriptRunner, *program: str, env: Mapping[str, str | None] | None = None) -> ScriptResult:
-    """Run a program, given as for `start`, to its end."""
     return start(run_script, *program, env=env).finish(timeout=240)
 
 
@@ -148,13 +147,11 @@ if __name__ == "__main__":
 
 
 def last_line(result: ScriptResult) -> Any:
-    """Return the JSON that a program has printed at its end."""
     assert result.returncode == 0, result
     return json.loads(result.stdout.splitlines()[-1])
 
 
 def check_rows(own: Any, expected: Any) -> None:
-    """Compare two matrices."""
     assert own == [pytest.approx(row, abs=1e-6) for row in expected]
 
 

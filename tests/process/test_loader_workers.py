@@ -90,7 +90,6 @@ class Busy(Dataset[int]):
 
 
 def load_and_die(strategy: Strategy, folder: str, method: str) -> None:
-    """Keep a worker per rank busy, and let the last rank be killed."""
     batches = iter(DataLoader(Busy(folder), num_workers=1, multiprocessing_context=method))
     next(batches)
     while len(list(Path(folder).iterdir())) < strategy.world_size:
@@ -148,8 +147,6 @@ def test_a_busy_worker_that_is_no_fork_ends_with_its_rank(
 
 
 class Blocked(Dataset[bool]):
-    """Whether the process that loads blocks SIGINT."""
-
     def __len__(self) -> int:
         return 1
 
@@ -158,7 +155,6 @@ class Blocked(Dataset[bool]):
 
 
 def blocked_while_loading(strategy: Strategy, method: str) -> list[bool]:
-    """Return whether SIGINT is blocked where batches are loaded, without a worker and with one."""
     batches: list[Any] = []
     for workers in (0, 1):
         context = method if workers else None

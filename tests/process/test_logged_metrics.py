@@ -20,7 +20,6 @@ from torch.utils.data import (
     default_collate,
 )
 from torchmetrics.wrappers import MinMaxMetric, Running
-from typing_extensions import override
 
 from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from rankwise.data import shard_info
@@ -33,20 +32,16 @@ RANKS = (2, 3)
 
 
 def trainer_on(world_size: int, **options: Any) -> Trainer:
-    """Return a trainer on that many forked ranks, or in this process."""
     saves = any(isinstance(callback, ModelCheckpoint) for callback in options.get("callbacks", ()))
     options["enable_checkpointing"] = saves
     return quiet_trainer("ddp_fork" if world_size > 1 else "single_device", world_size, **options)
 
 
 def metrics_of(trainer: Trainer) -> dict[str, float]:
-    """Return the last value of everything logged."""
     return {name: value.item() for name, value in trainer.callback_metrics.items()}
 
 
 class Composed(Regression):
-    """Logs metric objects that are made of others, or contain others."""
-
     def __init__(self) -> None:
         super().__init__()
         self.error = torchmetrics.MeanSquaredError().set_dtype(torch.float64)
@@ -57,7 +52,6 @@ class Composed(Regression):
             {"r2": torchmetrics.R2Score(), "explained": torchmetrics.ExplainedVariance()}, prefix="of_"
         ).set_dtype(torch.float64)
 
-    @override
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         predicted = self(batch[0])
         self.error.update(predicted, batch[1])
@@ -77,13 +71,10 @@ def test_metric_objects_with_others_in_them() -> None:
 
 
 class Windowed(Regression):
-    """Logs the mean of the last three batches."""
-
     def __init__(self) -> None:
         super().__init__()
         self.recent = Running(torchmetrics.MeanMetric(), window=3)
 
-    @override
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self.recent.update(batch[1])
         self.log("recent", self.recent)
@@ -97,13 +88,10 @@ def test_running_metrics(samples: int) -> None:
 
 
 class Differentiable(Regression):
-    """Calls a metric object that keeps the graph of its gradients."""
-
     def __init__(self) -> None:
         super().__init__()
         self.error = torchmetrics.MeanSquaredError().set_dtype(torch.float64)
 
-    @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         predicted = self(batch[0])
         self.error(predicted, batch[1])
@@ -122,32 +110,25 @@ def test_differentiable_metric_objects() -> None:
 
 
 class Pieces(torchmetrics.Metric):
-    """Keeps pieces of different shapes in a list."""
-
     pieces: list[Tensor]
 
     def __init__(self) -> None:
         super().__init__()
         self.add_state("pieces", default=[], dist_reduce_fx=None)
 
-    @override
     def update(self, values: Tensor) -> None:
         for count, value in enumerate(values.flatten(), 1):
             self.pieces.append(value.repeat(count))
 
-    @override
     def compute(self) -> Tensor:
         return torch.stack([len(piece) * piece[0] for piece in self.pieces]).sum()
 
 
 class InPieces(Regression):
-    """Logs such a metric object."""
-
     def __init__(self) -> None:
         super().__init__()
         self.total = Pieces()
 
-    @override
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self.total.update(batch[1])
         self.log("total", self.total)
@@ -172,16 +153,13 @@ class OverSomeRanks(Regression):
         super().__init__()
         self.seen: list[dict[str, float]] = []
 
-    @override
     def setup(self, stage: str) -> None:
         first, second = (torch.distributed.new_group(ranks) for ranks in ([0, 2], [1]))
         self.group = second if self.global_rank == 1 else first
 
-    @override
     def teardown(self, stage: str) -> None:
         del self.group
 
-    @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         if self.global_rank == 0:
             self.log("only", 10.0 + batch_idx, rank_zero_only=True, on_epoch=True)
@@ -189,12 +167,10 @@ class OverSomeRanks(Regression):
         self.log("grouped", rank, sync_dist=True, sync_dist_group=self.group, on_epoch=True)
         return super().training_step(batch, batch_idx)
 
-    @override
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self.log("size", float(len(batch[0])), on_step=True, sync_dist=True, reduce_fx="sum")
         self.log("own", float(self.global_rank), on_step=True)
 
-    @override
     def on_train_end(self) -> None:
         names = ("only", "only_epoch", "grouped_step", "grouped_epoch")
         found = self.trainer.callback_metrics
@@ -235,8 +211,6 @@ def test_one_table(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 class Measured(Regression):
-    """Updates metric objects in training that are logged, or computed at the epoch's end."""
-
     def __init__(self) -> None:
         super().__init__()
         self.samples = torchmetrics.SumMetric().set_dtype(torch.float64)
@@ -248,7 +222,6 @@ class Measured(Regression):
             {"mse": torchmetrics.MeanSquaredError(), "rmse": torchmetrics.MeanSquaredError(squared=False)}
         ).set_dtype(torch.float64)
 
-    @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         for metric in (self.samples, self.ever, self.recent):
             metric.update(float(len(batch[0])))
@@ -259,7 +232,6 @@ class Measured(Regression):
         self.log_dict(self.errors)
         return super().training_step(batch, batch_idx)
 
-    @override
     def on_train_epoch_end(self) -> None:
         self.log("targets", self.targets.compute().sum())
         self.targets.reset()
@@ -269,7 +241,6 @@ class Measured(Regression):
 
 
 def checkpoints(folder: Path) -> ModelCheckpoint:
-    """Return a callback that saves each step."""
     return ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
 
 
@@ -303,7 +274,6 @@ class Correlated(Regression):
         super().__init__()
         self.correlation = torchmetrics.PearsonCorrCoef().set_dtype(torch.float64)
 
-    @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         self.correlation.update(self(batch[0]).flatten().detach(), batch[1].flatten())
         self.log("correlation", self.correlation)
@@ -318,24 +288,18 @@ def test_states_that_no_rank_can_continue(tmp_path: Path) -> None:
 
 
 class SaveWithin(Callback):
-    """Saves a checkpoint in a validation."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    @override
     def on_validation_batch_end(self, trainer: Any, module: Any, *details: Any) -> None:
         trainer.save_checkpoint(self.path)
 
 
 class Validated(Regression):
-    """Logs a metric object in validation."""
-
     def __init__(self) -> None:
         super().__init__()
         self.samples = torchmetrics.SumMetric()
 
-    @override
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self.samples.update(float(len(batch[0])))
         self.log("samples", self.samples)
@@ -354,30 +318,22 @@ def test_checkpoints_within_a_validation(tmp_path: Path) -> None:
 
 
 class Watching(Callback):
-    """Notes what each rank finds in `callback_metrics` after each step."""
-
     def __init__(self) -> None:
         self.seen: list[list[float | None]] = []
 
-    @override
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx:
             value = trainer.callback_metrics.get("mean")
             self.seen.append(trainer.strategy.all_gather_object(None if value is None else value.item()))
 
-    @override
     def state_dict(self) -> dict[str, Any]:
         return {"seen": self.seen}
 
-    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.seen = state["seen"]
 
 
 class Stepwise(Regression):
-    """Logs the mean target of each step, and a number that only some steps have."""
-
-    @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         self.log("mean", batch[1].mean(), sync_dist=True)
         if batch_idx % 3 == 1:
@@ -400,13 +356,10 @@ def test_step_values_are_those_of_one_process() -> None:
 
 
 class OnRankZero(Regression):
-    """From batch `first` on, logs on rank 0 only what all ranks should log."""
-
     def __init__(self, first: int) -> None:
         super().__init__()
         self.first = first
 
-    @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         if self.global_rank == 0 or batch_idx < self.first:
             self.log("mean", batch[1].mean(), sync_dist=True)
@@ -421,8 +374,6 @@ def test_step_values_of_some_ranks(first: int) -> None:
 
 
 class Spoilt(Regression):
-    """Logs the smallest and the largest target, of which one is NaN."""
-
     def __init__(self, bad: float) -> None:
         super().__init__()
         self.bad = bad
@@ -432,12 +383,10 @@ class Spoilt(Regression):
         for reduce_fx in ("min", "max"):
             self.log(reduce_fx, getattr(targets, reduce_fx)(), reduce_fx=reduce_fx, sync_dist=True)
 
-    @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         self.log_extremes(batch[1])
         return super().training_step(batch, batch_idx)
 
-    @override
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self.log_extremes(batch[1])
 
@@ -458,14 +407,11 @@ def test_nan_among_extremes(place: int) -> None:
 
 @dataclass
 class Batch:
-    """A batch that is no container."""
-
     x: Tensor
     y: Tensor
 
 
 def as_dataclass(samples: list[tuple[Tensor, Tensor]]) -> Batch:
-    """Collate into a dataclass."""
     return Batch(torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples]))
 
 
@@ -480,14 +426,10 @@ def features_first(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor
 
 
 def in_lists(samples: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-    """Collate as for images of different sizes."""
     return [x for x, _ in samples], [y for _, y in samples]
 
 
 class AnyShape(Regression):
-    """Logs the error of batches of all kinds."""
-
-    @override
     def test_step(self, batch: Any, batch_idx: int) -> None:
         x = y = torch.empty(0)
         if isinstance(batch, Batch):
@@ -537,11 +479,8 @@ def test_means_of_batches_in_any_order() -> None:
 
 
 class Stream(IterableDataset[Any]):
-    """Iterable data that splits itself."""
-
     shards_itself = True
 
-    @override
     def __iter__(self) -> Any:
         place = shard_info()
         return iter([dataset(7)[number] for number in range(place.shard_index, 7, place.num_shards)])
@@ -559,9 +498,6 @@ def test_means_over_iterable_data() -> None:
 
 
 class Reloading(DataLoader[Any]):
-    """Yields halves of its batches."""
-
-    @override
     def __iter__(self) -> Any:
         return (tuple(part[:2] for part in batch) for batch in super().__iter__())
 
@@ -582,9 +518,6 @@ def readable(samples: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
 
 
 class Counting(Regression):
-    """Logs a mean with its own number of samples."""
-
-    @override
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("error", batch[0][:, 0].mean(), batch_size=len(batch[0]))
 
@@ -602,18 +535,14 @@ def test_samples_that_a_collate_function_leaves_out(world_size: int) -> None:
 
 
 class ReadsItsEpoch(Regression):
-    """Notes, in the hooks at the end of an epoch, the metrics of that epoch, and logs the best."""
-
     def __init__(self) -> None:
         super().__init__()
         self.losses: list[float] = []
         self.val_losses: list[float] = []
 
-    @override
     def on_train_epoch_end(self) -> None:
         self.losses.append(self.trainer.callback_metrics["train_loss_epoch"].item())
 
-    @override
     def on_validation_epoch_end(self) -> None:
         self.val_losses.append(self.trainer.callback_metrics["val_loss"].item())
         self.log("best", min(self.val_losses))

@@ -21,45 +21,34 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 class TextHangs(Exception):
-    """Its text is never there."""
-
     def __str__(self) -> str:
         time.sleep(300)
         return ""
 
 
 class TextExits(Exception):
-    """Its text ends the process."""
-
     def __str__(self) -> str:
         raise SystemExit(0)
 
 
 class NoAttributes(Exception):
-    """It allows no access to attributes."""
-
     def __getattribute__(self, name: str) -> Any:
         raise RuntimeError(name)
 
 
 class NoDictionary(Exception):
-    """It has no dictionary of attributes."""
-
     @property
     def __dict__(self) -> dict[str, Any]:  # type: ignore[override]  # that is the point
         raise RuntimeError
 
 
 class Caused(Exception):
-    """Its cause allows no access to attributes."""
-
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         self.__cause__ = NoAttributes()
 
 
 def elastic(start_method: str, **arguments: Any) -> DDPElasticStrategy:
-    """Return a strategy on two CPU processes, which are not started again."""
     options = {"accelerator": "cpu", "devices": 2, "max_restarts": 0, **arguments}
     return DDPElasticStrategy(start_method=start_method, **options)
 
@@ -88,7 +77,6 @@ def test_an_exception_whose_class_is_in_the_way(
 
 
 def check(error: WorkerRaisedError, kind: type[Exception]) -> None:
-    """Check what is said of the exception."""
     assert (error.global_rank, error.exception_type) == (1, kind.__name__)
     assert "test_lost_causes.py" in error.traceback_text
     assert ("could not be had" in error.exception_message) == (kind in (TextHangs, TextExits))
@@ -155,7 +143,6 @@ def test_exceptions_that_led_to_another_are_printable() -> None:
 
 
 def fail(strategy: Any, kind: type[Exception]) -> None:
-    """Raise on rank 1."""
     if strategy.global_rank == 1:
         raise kind("the text")
     time.sleep(60)
@@ -190,7 +177,6 @@ def test_a_value_that_cannot_be_unpickled(
 
 
 def return_on_rank(strategy: Any, rank: int, value: str) -> object:
-    """Return the value on one rank."""
     if strategy.global_rank != rank:
         return None
     return TwoArguments(1, 2) if value == "exception" else Raises()
