@@ -30,14 +30,8 @@ from tests.process.helpers import METHODS, RENDEZVOUS, WORLD, ddp
 
 MEGABYTE = 1 << 20
 VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 )
 
 Facts = dict[str, Any]
@@ -75,9 +69,8 @@ class _Job:
             self.strategy = ddp(start_method, rendezvous)
             self.value = self.strategy.launch(all_facts, 7)
         self.first = self.strategy.results
-        self.change = [
-            (name, was, now) for (name, was), now in zip(before.items(), _caller().values(), strict=True)
-        ]
+        now = _caller()
+        self.change = [(name, was, now[name]) for name, was in before.items() if was != now[name]]
         self.again = self.strategy.launch(all_facts, number=8)
 
 
@@ -129,19 +122,17 @@ def test_rank_zeros_value_is_returned(job: _Job) -> None:
 
 
 def test_every_ranks_value_is_in_results(job: _Job) -> None:
-    """`strategy.results` holds each rank's value, by global rank."""
-    assert {rank: facts["ranks"].global_rank for rank, facts in job.first.items()} == {0: 0, 1: 1}
+    """`strategy.results` holds each rank's value: of a process of its own, and of a collective of both.
 
-
-def test_ranks_are_processes_of_their_own(job: _Job) -> None:
-    """Each rank is another process than the caller and than its peer."""
+    The ranks see what the caller can import, and its variables, even those of a warm forkserver.
+    """
     assert len({os.getpid(), *(facts["pid"] for facts in job.first.values())}) == WORLD + 1
-
-
-def test_ranks_reduce_together(job: _Job) -> None:
-    """A collective spans both ranks, on gloo, with a group of two."""
+    assert list(job.first) == list(range(WORLD))
     for rank, facts in job.first.items():
+        assert facts["ranks"].global_rank == rank
         assert (facts["total"], facts["backend"], facts["group"]) == (3.0, "gloo", (rank, WORLD))
+        assert facts["given"] == f"{job.strategy.start_method} {job.strategy.rendezvous}"
+        assert set(sys.path) <= set(facts["path"])
 
 
 def test_a_second_launch_works(job: _Job) -> None:
@@ -159,39 +150,16 @@ def test_rank_zero_only_runs_on_rank_zero(job: _Job) -> None:
 def test_ranks_see_torchruns_variables(job: _Job) -> None:
     """Each rank's environment is what torchrun would give it."""
     for rank, facts in job.first.items():
-        seen = dict(facts["variables"])
-        is_tcp = job.strategy.rendezvous == "tcp"
+        seen, is_tcp = dict(facts["variables"]), job.strategy.rendezvous == "tcp"
         assert seen.pop("MASTER_ADDR", None) == ("127.0.0.1" if is_tcp else None)
-        assert ("MASTER_PORT" in seen) is is_tcp
-        seen.pop("MASTER_PORT", None)
-        assert seen == {
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": "2",
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
-        }
-
-
-def test_ranks_have_the_callers_environment(job: _Job) -> None:
-    """A variable set before the launch is seen by the ranks, even by those of a warm forkserver."""
-    expected = f"{job.strategy.start_method} {job.strategy.rendezvous}"
-    assert {facts["given"] for facts in job.first.values()} == {expected}
-
-
-def test_ranks_have_the_callers_import_path(job: _Job) -> None:
-    """What the caller can import, the ranks can."""
-    assert all(set(sys.path) <= set(facts["path"]) for facts in job.first.values())
+        assert (seen.pop("MASTER_PORT", None) is not None) is is_tcp
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
+        assert seen == {**own, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
 
 
 def test_the_caller_is_as_it_was(job: _Job) -> None:
-    """Environment, handlers, threads, excepthook, group and settings are what they were before."""
-    assert [(name, was, now) for name, was, now in job.change if was != now] == []
-
-
-def test_the_strategy_is_rank_zeros_in_the_caller(job: _Job) -> None:
-    """In the main process, which is no rank, the strategy stands for rank 0 and is bound."""
+    """Nothing in the process has changed; there the strategy is bound, and stands for rank 0."""
+    assert job.change == []
     assert (job.strategy.is_bound, job.strategy.global_rank, job.strategy.world_size) == (True, 0, WORLD)
     assert job.strategy.runs_in_caller is False
 
@@ -200,8 +168,7 @@ def test_the_strategy_is_rank_zeros_in_the_caller(job: _Job) -> None:
 
 
 def big_value(strategy: Strategy) -> tuple[torch.Tensor, bytes]:
-    count = 50 * MEGABYTE // 4
-    tensor = torch.full((count,), float(strategy.global_rank))
+    tensor = torch.full((50 * MEGABYTE // 4,), float(strategy.global_rank))
     return tensor, bytes([strategy.global_rank]) * (50 * MEGABYTE)
 
 
@@ -384,8 +351,7 @@ def test_a_program_of_torchruns_joins(start_method: str) -> None:
     """A program that creates and destroys its own group joins the job's, and torch's functions come back."""
     strategy = ddp(start_method)
     code = inspect.unwrap(early_init).__code__
-    agreeing: list[dict[str, Any]] = [{}, {"rank": -1, "world_size": 2, "init_method": "env://"}]
-    for options in agreeing:
+    for options in ({}, {"rank": -1, "world_size": 2, "init_method": "env://"}):
         strategy.launch(as_torchrun_starts, **options)
         assert strategy.results == {0: [3.0, 3.0], 1: [3.0, 3.0]}
     assert inspect.unwrap(early_init).__code__ is code
@@ -395,9 +361,8 @@ def test_a_program_of_torchruns_joins(start_method: str) -> None:
 def test_the_main_process_joins_and_gets_torchs_functions_back() -> None:
     """So it is where the main process is rank 0; rankwise's own function joins, too."""
     strategy = DDPStrategy(start_method="fork", devices=1, accelerator="cpu")
-    environment = PlainEnvironment(
-        {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    )
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    environment = PlainEnvironment({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **address})
 
     def run(strategy: Strategy) -> bool:
         init_process_group(environment)
@@ -423,12 +388,8 @@ def test_the_main_process_joins_and_gets_torchs_functions_back() -> None:
 )
 def test_a_program_that_wants_another_group(options: dict[str, Any], message: str) -> None:
     """It is an error that says how to leave the group to the program."""
-
-    def run(strategy: Strategy) -> None:
-        early_init(**options)
-
     with pytest.raises(RuntimeError, match=message) as caught:
-        ddp("fork").launch(run)
+        ddp("fork").launch(lambda _: early_init(**options))
     assert "strategy.launch(function, init_process_group=False)" in str(caught.value)
 
 
@@ -463,16 +424,10 @@ def test_a_nested_launch_is_refused(start_method: str) -> None:
         assert "launch() was called in state 'in a job'" in text
 
 
-def test_a_lambda_is_welcome_under_fork() -> None:
-    """Fork pickles nothing on the way in: closures and lambdas work."""
-    number = 41
-    assert ddp("fork").launch(lambda strategy: number + strategy.world_size) == 43
-
-
-def test_a_locked_object_is_welcome_under_fork() -> None:
-    """Objects that cannot be pickled at all reach the ranks under fork."""
-    lock = threading.Lock()
-    assert ddp("fork").launch(lambda strategy, lock: lock.acquire(timeout=1), lock) is True
+def test_what_cannot_be_pickled_is_welcome_under_fork() -> None:
+    """Fork pickles nothing on the way in: closures, lambdas and locks work."""
+    lock, number = threading.Lock(), 41
+    assert ddp("fork").launch(lambda strategy, lock: lock.acquire(timeout=1) and number + 2, lock) == 43
 
 
 # ---------------------------------------------------------------------- other shapes of a job
@@ -485,17 +440,13 @@ def test_subclasses_are_start_methods(cls: type[DDPStrategy]) -> None:
     assert cls().start_method == {"DDPSpawnStrategy": "spawn", "DDPForkStrategy": "fork"}[cls.__name__]
 
 
-def test_one_process_is_a_job_too() -> None:
-    """`devices=1` is one worker, with a group of one."""
-    facts = ddp("fork", devices=1).launch(all_facts, 1)
-    assert (facts["total"], facts["group"]) == (1.0, (0, 1))
-
-
-def test_five_processes_are_a_job_too() -> None:
-    """More processes than cores meet and reduce."""
-    strategy = ddp("fork", devices=5)
-    assert strategy.launch(all_facts, 1)["total"] == 15.0
-    assert sorted(strategy.results) == [0, 1, 2, 3, 4]
+@pytest.mark.parametrize(("devices", "total"), [(1, 1.0), (5, 15.0)])
+def test_other_numbers_of_processes_are_a_job_too(devices: int, total: float) -> None:
+    """One worker has a group of one; more processes than cores meet and reduce."""
+    strategy = ddp("fork", devices=devices)
+    facts = strategy.launch(all_facts, 1)
+    assert (facts["total"], facts["group"]) == (total, (0, devices))
+    assert sorted(strategy.results) == list(range(devices))
 
 
 def everything_at_once(strategy: Strategy, tensors: Special, module: Tied) -> Facts:

@@ -11,14 +11,7 @@ import pytest
 import torch
 import torchmetrics
 from torch import Tensor, nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    SequentialSampler,
-    TensorDataset,
-    default_collate,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 from torchmetrics.wrappers import MinMaxMetric, Running
 
 from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
@@ -70,21 +63,28 @@ def test_metric_objects_with_others_in_them() -> None:
         assert trainer_on(world_size).test(Composed(), loader(19, 2))[0] == pytest.approx(expected, abs=1e-12)
 
 
-class Windowed(Regression):
-    def __init__(self) -> None:
+class OfTargets(Regression):
+    def __init__(self, metric: Any) -> None:
         super().__init__()
-        self.recent = Running(torchmetrics.MeanMetric(), window=3)
+        self.metric = metric
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.recent.update(batch[1])
-        self.log("recent", self.recent)
+        self.metric.update(batch[1])
+        self.log("value", self.metric)
+
+    validation_step = test_step
 
 
 @pytest.mark.parametrize("samples", [20, 22, 25])
 def test_running_metrics(samples: int) -> None:
     """The window is that of one process with the batches of all ranks, also where some have fewer batches."""
-    expected = trainer_on(1).test(Windowed(), loader(samples, 4))[0]
-    assert trainer_on(2).test(Windowed(), loader(samples, 2))[0] == pytest.approx(expected, abs=1e-6)
+    found = [
+        trainer_on(world_size).test(OfTargets(Running(torchmetrics.MeanMetric(), 3)), loader(samples, size))[
+            0
+        ]
+        for world_size, size in ((1, 4), (2, 2))
+    ]
+    assert found[1] == pytest.approx(found[0], abs=1e-6)
 
 
 class Differentiable(Regression):
@@ -124,30 +124,17 @@ class Pieces(torchmetrics.Metric):
         return torch.stack([len(piece) * piece[0] for piece in self.pieces]).sum()
 
 
-class InPieces(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = Pieces()
-
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.total.update(batch[1])
-        self.log("total", self.total)
-
-
 def test_lists_of_unequal_lengths() -> None:
     """Ranks may have lists of different lengths, or none."""
     for samples in (5, 2):
-        expected = trainer_on(1).test(InPieces(), loader(samples, 1))[0]
+        expected = trainer_on(1).test(OfTargets(Pieces()), loader(samples, 1))[0]
         for world_size in RANKS:
-            found = trainer_on(world_size).test(InPieces(), loader(samples, 1))[0]
+            found = trainer_on(world_size).test(OfTargets(Pieces()), loader(samples, 1))[0]
             assert found == pytest.approx(expected, abs=1e-12)
 
 
 class OverSomeRanks(Regression):
-    """Logs values of rank 0 alone, of a group of ranks, and of the batches of a validation.
-
-    `seen` are the values that each rank has at the end.
-    """
+    """Logs values of rank 0 alone, of a group of ranks, and of the batches of a validation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,18 +159,15 @@ class OverSomeRanks(Regression):
         self.log("own", float(self.global_rank), on_step=True)
 
     def on_train_end(self) -> None:
-        names = ("only", "only_epoch", "grouped_step", "grouped_epoch")
-        found = self.trainer.callback_metrics
-        values = {name: found[name].item() for name in names if name in found}
+        values = {
+            name: self.trainer.callback_metrics[name].item() for name in ("only_epoch", "grouped_epoch")
+        }
         self.seen = self.trainer.strategy.all_gather_object(values)
 
 
 @pytest.mark.quick
 def test_values_of_some_ranks(tmp_path: Path) -> None:
-    """Each rank gets rank 0's value of the epoch, and its group's; callbacks decide alike on all ranks.
-
-    The values of a validation's batches are reduced over the ranks that have such a batch.
-    """
+    """Ranks get, and decide by, rank 0's value and their group's; a batch has that of ranks that have it."""
     saving = ModelCheckpoint(tmp_path, monitor="only", mode="max", save_top_k=1)
     logger = CSVLogger(tmp_path)
     callbacks = [EarlyStopping("only_epoch", mode="max", patience=1), saving]
@@ -191,11 +175,9 @@ def test_values_of_some_ranks(tmp_path: Path) -> None:
     module = OverSomeRanks()
     trainer.fit(module, loader(12, 2), loader(14, 2))
     assert trainer.current_epoch == 2  # after the first epoch without a better value
-    assert [values["only_epoch"] for values in module.seen] == [10.5] * 3
-    assert [values["grouped_epoch"] for values in module.seen] == [1.0, 1.0, 1.0]
+    assert module.seen == [{"only_epoch": 10.5, "grouped_epoch": 1.0}] * 3
     assert float(saving.best_model_score or 0) == 10.5
-    with (Path(logger.log_dir) / "metrics.csv").open() as file:
-        found = list(csv.DictReader(file))
+    found = [*csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines())]
     assert [row["size_step"] for row in found if row["size_step"]] == ["6.0", "6.0", "2.0"] * 2
     assert {row["own_step"] for row in found if row["own_step"]} == {"0.0"}
 
@@ -295,23 +277,13 @@ class SaveWithin(Callback):
         trainer.save_checkpoint(self.path)
 
 
-class Validated(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.samples = torchmetrics.SumMetric()
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.samples.update(float(len(batch[0])))
-        self.log("samples", self.samples)
-
-
 def test_checkpoints_within_a_validation(tmp_path: Path) -> None:
     """A run that continues from there validates again, and counts each sample once."""
-    path = tmp_path / "within.ckpt"
-    trainer_on(1, max_epochs=1, callbacks=[SaveWithin(path)]).fit(Validated(), loader(8, 2), loader(6, 2))
-    trainer = trainer_on(1, max_epochs=1)
-    trainer.fit(Validated(), loader(8, 2), loader(6, 2), ckpt_path=path)
-    assert metrics_of(trainer)["samples"] == 6
+    path, module = tmp_path / "within.ckpt", OfTargets(torchmetrics.SumMetric())
+    trainer_on(1, max_epochs=1, callbacks=[SaveWithin(path)]).fit(module, loader(8, 2), loader(6, 2))
+    module, trainer = OfTargets(torchmetrics.SumMetric()), trainer_on(1, max_epochs=1)
+    trainer.fit(module, loader(8, 2), loader(6, 2), ckpt_path=path)
+    assert metrics_of(trainer)["value"] == pytest.approx(dataset(6).tensors[1].sum().item(), abs=1e-5)
 
 
 # ------------------------------------------------------------------------------------------ step values
@@ -378,17 +350,14 @@ class Spoilt(Regression):
         super().__init__()
         self.bad = bad
 
-    def log_extremes(self, targets: Tensor) -> None:
-        targets = torch.where(targets == self.bad, torch.nan, targets)
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        targets = torch.where(batch[1] == self.bad, torch.nan, batch[1])
         for reduce_fx in ("min", "max"):
             self.log(reduce_fx, getattr(targets, reduce_fx)(), reduce_fx=reduce_fx, sync_dist=True)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        self.log_extremes(batch[1])
+        self.test_step(batch, batch_idx)
         return super().training_step(batch, batch_idx)
-
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.log_extremes(batch[1])
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -445,37 +414,29 @@ class AnyShape(Regression):
         self.log("error", nn.functional.mse_loss(self(x), y))
 
 
+def check_mean(world_size: int, data: Any = None, **options: Any) -> None:
+    """Compare the mean of seven samples with one that is computed by hand."""
+    with torch.no_grad():
+        inputs, targets = dataset(7).tensors
+        expected = nn.functional.mse_loss(Regression()(inputs), targets).item()
+    [found] = trainer_on(world_size).test(AnyShape(), DataLoader(data or dataset(7), **options))
+    assert found["error"] == pytest.approx(expected, abs=1e-12), (world_size, options)
+
+
 @pytest.mark.parametrize("collate", [as_dataclass, with_words, features_first, in_lists])
 def test_means_of_batches_of_all_shapes(collate: Callable[[Any], Any]) -> None:
     """A mean counts each sample once, whatever the batches look like, with and without workers."""
-    data, module = dataset(7), Regression()
-    with torch.no_grad():
-        expected = nn.functional.mse_loss(module(data.tensors[0]), data.tensors[1]).item()
-    for world_size in (1, 2, 3):
-        for workers in (0, 2) if world_size == 2 else (0,):
-            batches: DataLoader[Any] = DataLoader(data, 4, collate_fn=collate, num_workers=workers)
-            [found] = trainer_on(world_size).test(AnyShape(), batches)
-            assert found["error"] == pytest.approx(expected, abs=1e-12), (world_size, workers)
+    for world_size, workers in ((1, 0), (2, 0), (2, 2), (3, 0)):
+        check_mean(world_size, batch_size=4, collate_fn=collate, num_workers=workers)
 
 
 def test_means_of_a_users_own_batches() -> None:
-    """A batch sampler of the user's counts its own batches."""
-    data = dataset(7)
-    sampler = BatchSampler(SequentialSampler(data), 4, drop_last=False)
-    expected = trainer_on(1).test(AnyShape(), DataLoader(data, batch_size=4))[0]
+    """A batch sampler of the user's counts its own batches; workers may return batches in any order."""
+    sampler = BatchSampler(SequentialSampler(dataset(7)), 4, drop_last=False)
     for world_size in (1, 2):
-        batches: DataLoader[Any] = DataLoader(data, batch_sampler=sampler, collate_fn=as_dataclass)
-        assert trainer_on(world_size).test(AnyShape(), batches)[0] == pytest.approx(expected, abs=1e-12)
-
-
-def test_means_of_batches_in_any_order() -> None:
-    """Batches that workers return in any order are counted before they are collated."""
-    expected = trainer_on(1).test(AnyShape(), DataLoader(dataset(7), batch_size=4))[0]
+        check_mean(world_size, batch_sampler=sampler, collate_fn=as_dataclass)
     for collate in (None, as_dataclass):
-        batches: DataLoader[Any] = DataLoader(
-            dataset(7), 2, num_workers=2, in_order=False, collate_fn=collate
-        )
-        assert trainer_on(2).test(AnyShape(), batches)[0] == pytest.approx(expected, abs=1e-12)
+        check_mean(2, batch_size=2, num_workers=2, in_order=False, collate_fn=collate)
 
 
 class Stream(IterableDataset[Any]):
@@ -489,12 +450,9 @@ class Stream(IterableDataset[Any]):
 @pytest.mark.quick
 def test_means_over_iterable_data() -> None:
     """Iterable data has no indices: the samples that come to the collate function count, with workers too."""
-    expected = trainer_on(1).test(AnyShape(), DataLoader(dataset(7), batch_size=4))[0]
     for world_size, workers in ((1, 0), (2, 0), (2, 2)):
         for collate in (None, as_dataclass):
-            batches: DataLoader[Any] = DataLoader(Stream(), 2, collate_fn=collate, num_workers=workers)
-            found = trainer_on(world_size).test(AnyShape(), batches)[0]
-            assert found == pytest.approx(expected, abs=1e-12)
+            check_mean(world_size, Stream(), batch_size=2, collate_fn=collate, num_workers=workers)
 
 
 class Reloading(DataLoader[Any]):
@@ -513,7 +471,7 @@ def test_sizes_that_nobody_knows() -> None:
 
 def readable(samples: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """Put together the samples with a positive first feature: the others cannot be read."""
-    left: list[Tensor] = default_collate([sample for sample in samples if sample[0][0] > 0])
+    left: list[Tensor] = torch.utils.data.default_collate([sample for sample in samples if sample[0][0] > 0])
     return left
 
 
@@ -525,12 +483,11 @@ class Counting(Regression):
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.quick), 3])
 def test_samples_that_a_collate_function_leaves_out(world_size: int) -> None:
     """The mean of a metric is refused, which says to give the number of samples: then it is right."""
-    inputs, targets = dataset(24).tensors
-    batches: DataLoader[Any] = DataLoader(TensorDataset(inputs, targets), 8, collate_fn=readable)
+    batches: DataLoader[Any] = DataLoader(dataset(24), 8, collate_fn=readable)
     with pytest.raises((ConfigurationError, WorkerRaisedError), match=r"log\('error'(.|\n)*batch_size="):
         trainer_on(world_size).test(AnyShape(), batches)
     [found] = trainer_on(world_size).test(Counting(), batches)
-    first = inputs[:, 0]
+    first = dataset(24).tensors[0][:, 0]
     assert found["error"] == pytest.approx(first[first > 0].mean().item(), abs=1e-12)
 
 
