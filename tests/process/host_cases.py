@@ -1,7 +1,4 @@
-"""Programs around a job that have changed what a process has of the operating system: the cases that run.
-
-The tests are in `test_host_programs.py` and `test_host_limits.py`.
-"""
+"""The cases that `test_host_programs.py` and `test_host_limits.py` run."""
 
 import _thread
 import asyncio
@@ -282,7 +279,7 @@ def wait() -> None:
         time.sleep(0.1)
 
 
-def wait_in_except() -> None:
+def in_except(wait: Callable[[], None]) -> None:
     try:
         raise ConnectionError
     except ConnectionError:
@@ -296,15 +293,16 @@ def wait_swallowing() -> None:
 
 
 def wait_for_a_reader() -> None:
-    """Print to a pipe that is full, where an exception is handled."""
+    """Print to a pipe that is full."""
     os.dup2(os.pipe()[1], 1)
-    try:
-        raise ConnectionError
-    except ConnectionError:
-        print("x" * 1_000_000, flush=True)
+    print("x" * 1_000_000, flush=True)
 
 
-WAITS = {"except": wait_in_except, "swallow": wait_swallowing, "print": wait_for_a_reader}
+WAITS: dict[str, Callable[[], None]] = {
+    "except": partial(in_except, wait),
+    "swallow": wait_swallowing,
+    "print": partial(in_except, wait_for_a_reader),
+}
 
 
 def wait_or_end(strategy: Strategy, how: str, end: str) -> None:
@@ -324,10 +322,11 @@ def busy(method: str, how: str, end: str) -> None:
     launch = partial(strategy_of(method).launch, wait_or_end, how, end)
     if how == "blocked":
         SITUATIONS["blocked"]()
-    if how != "thread":
-        launch()
-        return
-    thread = threading.Thread(target=launch)
+    in_a_thread(launch) if how == "thread" else launch()
+
+
+def in_a_thread(function: Callable[[], object]) -> None:
+    thread = threading.Thread(target=function)
     thread.start()
     thread.join()
 
@@ -375,9 +374,7 @@ def without_grace() -> None:
 
 
 def launch_in_a_thread() -> None:
-    thread = threading.Thread(target=lambda: print(strategy_of("popen").launch(good)))
-    thread.start()
-    thread.join()
+    in_a_thread(lambda: print(strategy_of("popen").launch(good)))
 
 
 # ---------------------------------------------------------------------- limits

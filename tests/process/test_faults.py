@@ -27,22 +27,18 @@ Cell = tuple[int, str, str, str]
 CELLS: list[Cell] = list(itertools.product((0, 1), HOW, WHEN, ("private", "tcp")))
 
 
-def _table(quick: set[Cell], but: set[Cell] | None = None) -> pytest.MarkDecorator:
-    """Parametrize over all cells; those that are not `quick` are run by hand (`-m soak`)."""
-    cells = [
-        pytest.param(cell, id="-".join(map(str, cell)), marks=() if cell in quick else pytest.mark.soak)
+def _cells(*start_method: str, quick: set[Cell], but: set[Cell] | None = None) -> list[Any]:
+    """Return all cells; those that are not `quick` are run by hand (`-m soak`)."""
+    return [
+        pytest.param(
+            *start_method,
+            cell,
+            id="-".join(map(str, (*start_method, *cell))),
+            marks=() if cell in quick else pytest.mark.soak,
+        )
         for cell in CELLS
-        if but is None or cell not in but
+        if cell not in (but or ())
     ]
-    return pytest.mark.parametrize("cell", cells)
-
-
-def _check(cell: Cell, start_method: str, folder: Path) -> None:
-    who, how, when, rendezvous = cell
-    fault = Fault(who, how, when, str(folder / "stamp"))
-    with pytest.raises(WorkerError) as caught:
-        strategy_with(fault, start_method, rendezvous).launch(job, fault)
-    assert problems(fault, caught.value) == []
 
 
 # ---------------------------------------------------------------------- the table
@@ -54,22 +50,21 @@ OVER_TCP = {cell for cell in CELLS if cell[1] in ("raise", "kill") and cell[2] i
 SPAWNED: set[Cell] = {(1, "_exit", "sleep", "tcp")}
 
 
-@_table(PRIVATE | OVER_TCP, but=ELSEWHERE)
-def test_fork(cell: Cell, tmp_path: Path) -> None:
-    """A failure of a forked rank raises one exception in time, with the right rank and class."""
-    _check(cell, "fork", tmp_path)
-
-
-@_table(PRIVATE, but=ELSEWHERE)
-def test_forkserver(cell: Cell, tmp_path: Path) -> None:
-    """A failure of a forkserver rank raises one exception in time, with the right rank and class."""
-    _check(cell, "forkserver", tmp_path)
-
-
-@_table(SPAWNED)
-def test_spawn(cell: Cell, tmp_path: Path) -> None:
-    """A failure of a spawned rank raises one exception in time, with the right rank and class."""
-    _check(cell, "spawn", tmp_path)
+@pytest.mark.parametrize(
+    ("start_method", "cell"),
+    [
+        *_cells("fork", quick=PRIVATE | OVER_TCP, but=ELSEWHERE),
+        *_cells("forkserver", quick=PRIVATE, but=ELSEWHERE),
+        *_cells("spawn", quick=SPAWNED),
+    ],
+)
+def test_functions(start_method: str, cell: Cell, tmp_path: Path) -> None:
+    """A failure of a rank raises one exception in time, with the right rank and class."""
+    who, how, when, rendezvous = cell
+    fault = Fault(who, how, when, str(tmp_path / "stamp"))
+    with pytest.raises(WorkerError) as caught:
+        strategy_with(fault, start_method, rendezvous).launch(job, fault)
+    assert problems(fault, caught.value) == []
 
 
 # Under "ddp" rank 0 is the main process: when it is killed there is no caller left to get an exception.
@@ -82,7 +77,7 @@ RERUN: set[Cell] = {
     (0, "raise", "sleep", "private"),
     (0, "exit", "step", "tcp"),
 }
-RERUN_SCRIPT = """
+PROGRAM = """
     import json, sys
     import rankwise
     from rankwise.errors import RankwiseError
@@ -90,42 +85,37 @@ RERUN_SCRIPT = """
 
     who, how, when, rendezvous, stamp = json.loads(sys.argv[1])
     fault = Fault(who, how, when, stamp)
+    strategy = strategy_with(fault, "popen", rendezvous)
+"""
+CAUGHT = """
     try:
-        strategy_with(fault, "popen", rendezvous).launch(job, fault)
+        strategy.launch(job, fault)
     except RankwiseError as error:
         connects = (when, rendezvous) == ("before", "tcp")
         print(json.dumps(problems(fault, error, LIMIT_S + STALL_S * connects)))
 """
+UNCAUGHT = """
+    strategy.launch(job, fault)
+    print("went on")
+"""
 
 
-@_table(RERUN, but=LETHAL)
+@pytest.mark.parametrize("cell", _cells(quick=RERUN, but=LETHAL))
 def test_ddp(cell: Cell, run_script: ScriptRunner, tmp_path: Path) -> None:
     """A failure of a re-run script raises one exception in the main script in time, with the right rank."""
-    result = run_script(
-        RERUN_SCRIPT, json.dumps([*cell, str(tmp_path / "stamp")]), env=with_tests(), siblings=1
-    )
+    arguments = json.dumps([*cell, str(tmp_path / "stamp")])
+    result = run_script(PROGRAM + CAUGHT, arguments, env=with_tests(), siblings=1)
     assert (result.returncode, result.stdout) == (0, "[]\n"), result
 
 
 # ---------------------------------------------------------------------- exit codes under ddp
-
-ONE_CELL = """
-    import json, sys
-    import rankwise
-    from tests.process.faults import Fault, job, strategy_with
-
-    who, how, when, rendezvous, stamp = json.loads(sys.argv[1])
-    fault = Fault(who, how, when, stamp)
-    strategy_with(fault, "popen", rendezvous).launch(job, fault)
-    print("went on")
-"""
 
 
 @pytest.mark.parametrize("who", [1, pytest.param(0, marks=pytest.mark.soak)])
 def test_an_uncaught_failure_is_on_stderr_once(who: int, run_script: ScriptRunner, tmp_path: Path) -> None:
     """With no `except`, the script ends with 1, and stderr holds the failing rank's traceback once."""
     cell = json.dumps([who, "raise", "step", "private", str(tmp_path / "stamp")])
-    result = run_script(ONE_CELL, cell, env=with_tests(), siblings=1)
+    result = run_script(PROGRAM + UNCAUGHT, cell, env=with_tests(), siblings=1)
     assert result.returncode == 1
     assert "went on" not in result.stdout
     assert result.stderr.count("in happen") == 1, result
@@ -137,17 +127,15 @@ def test_an_uncaught_failure_is_on_stderr_once(who: int, run_script: ScriptRunne
     ("how", "code"), [("kill", -signal.SIGKILL), pytest.param("_exit", 3, marks=pytest.mark.soak)]
 )
 @pytest.mark.parametrize(
-    "when",
-    ["step", pytest.param("sleep", marks=pytest.mark.soak), pytest.param("before", marks=pytest.mark.soak)],
+    "when", ["step", *(pytest.param(when, marks=pytest.mark.soak) for when in ("sleep", "before"))]
 )
 def test_rank_zero_is_gone_at_once(
     how: str, code: int, when: str, run_script: ScriptRunner, tmp_path: Path
 ) -> None:
     """Under ddp rank 0 is the main process: its sudden end is the script's, and the other rank ends too."""
     cell = json.dumps([0, how, when, "private", str(tmp_path / "stamp")])
-    running = run_script.start(ONE_CELL, cell, env=with_tests(), siblings=1)
-    result = running.finish(leftover_grace_s=LIMIT_S)
-    assert result.returncode == code
+    running = run_script.start(PROGRAM + UNCAUGHT, cell, env=with_tests(), siblings=1)
+    assert running.finish(leftover_grace_s=LIMIT_S).returncode == code
 
 
 # ---------------------------------------------------------------------- the main process is killed
@@ -218,8 +206,7 @@ def finish_then_fail(strategy: Strategy, who: int, how: str, stamp: str) -> str:
 @pytest.mark.parametrize("how", HOW)
 def test_one_that_finished_is_no_success(who: int, how: str, tmp_path: Path) -> None:
     """A rank that has returned already does not make the run a success when the other fails."""
-    fault = Fault(who, how, "", str(tmp_path / "stamp"))
-    strategy = ddp("fork")
+    fault, strategy = Fault(who, how, "", str(tmp_path / "stamp")), ddp("fork")
     with pytest.raises(WorkerError) as caught:
         strategy.launch(finish_then_fail, who, how, fault.stamp)
     assert problems(fault, caught.value) == []
@@ -306,23 +293,16 @@ def fail_oddly(strategy: Strategy, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("long", "ValueError"),
-        ("surrogate", "ValueError"),
-        ("unruly", "Unruly"),
-        ("interrupt", "KeyboardInterrupt"),
-        ("no folder", "FileNotFoundError"),
-        ("empty", "ValueError"),
-        ("local", "Local"),
-        ("chained", "ValueError"),
-    ],
+    "kind", ["long", "surrogate", "unruly", "interrupt", "no folder", "empty", "local", "chained"]
 )
-def test_any_exception_is_reported(kind: str, name: str) -> None:
+def test_any_exception_is_reported(kind: str) -> None:
     """Any exception is reported with its rank: long, not decodable, without text, local, chained."""
+    names = {"unruly": "Unruly", "interrupt": "KeyboardInterrupt", "no folder": "FileNotFoundError"}
+    names["local"] = "Local"
     with pytest.raises(WorkerRaisedError) as caught:
         ddp("fork").launch(fail_oddly, kind)
-    assert (caught.value.global_rank, caught.value.exception_type) == (1, name)
+    expected = names.get(kind, "ValueError")
+    assert (caught.value.global_rank, caught.value.exception_type) == (1, expected)
 
 
 def test_a_chained_exception_keeps_its_chain() -> None:
@@ -346,8 +326,7 @@ def test_the_traceback_starts_in_the_users_code() -> None:
     """No frame of the launcher stands above the user's in the text."""
     with pytest.raises(WorkerRaisedError) as caught:
         ddp("fork").launch(both_fail)
-    lines = caught.value.traceback_text.splitlines()
-    assert "in both_fail" in lines[1]
+    assert "in both_fail" in caught.value.traceback_text.splitlines()[1]
 
 
 def abort(strategy: Strategy) -> None:
@@ -412,13 +391,12 @@ def test_arguments_that_do_not_arrive_are_reported(action: str, kind: type[Worke
 
 def clean_up_slowly(strategy: Strategy, folder: str, seconds: float) -> None:
     strategy.barrier()
-    is_waiting = Path(folder, "waiting")
     if strategy.global_rank == 1:
-        while not is_waiting.exists():
+        while not Path(folder, "waiting").exists():
             time.sleep(0.01)
         raise ValueError("the cause")
     try:
-        is_waiting.touch()
+        Path(folder, "waiting").touch()
         time.sleep(60)
     finally:
         time.sleep(seconds)

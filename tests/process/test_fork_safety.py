@@ -18,6 +18,7 @@ from tests.helpers.load import slowdown
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import ddp
 
+SOAK = pytest.mark.soak
 HEAVY = """
     import os, sys, threading, time
     import torch
@@ -58,7 +59,7 @@ HEAVY = """
 """
 
 
-@pytest.mark.parametrize("start_method", ["fork", pytest.param("forkserver", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("forkserver", marks=SOAK)])
 def test_forking_after_parallel_work_trains(start_method: str, run_script: ScriptRunner) -> None:
     """After parallel work on two threads, forked ranks train on two threads each, in two launches."""
     result = run_script(HEAVY, start_method, env={"OMP_NUM_THREADS": "2"}, timeout=90)
@@ -150,19 +151,12 @@ class SlowNumbers(torch.utils.data.Dataset[int]):
         return index
 
 
-def load(strategy: Strategy, folder: str, ending: str) -> None:
-    loader = DataLoader(SlowNumbers(folder), num_workers=2)
-    for count, _ in enumerate(loader):
+def load_and_die(strategy: Strategy, folder: str) -> None:
+    for count, _ in enumerate(DataLoader(SlowNumbers(folder), num_workers=2)):
         if count == 1:
             strategy.barrier()
-            if ending == "kill" and strategy.global_rank == 1:
+            if strategy.global_rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if ending == "return":
-                return
-
-
-def loader_pids(folder: Path) -> list[int]:
-    return [int(path.name.partition("-")[2]) for path in folder.glob("worker-*")]
 
 
 def are_gone(pids: list[int], within_s: float) -> bool:
@@ -179,18 +173,18 @@ def test_data_workers_leave_with_a_killed_rank(start_method: str, tmp_path: Path
     """A rank is killed while its loader workers sleep: the job and the workers end in time."""
     start = time.monotonic()
     with pytest.raises(WorkerKilledError, match="global_rank=1"):
-        ddp(start_method).launch(load, str(tmp_path), "kill")
+        ddp(start_method).launch(load_and_die, str(tmp_path))
     assert time.monotonic() - start < 40  # and not after the minute for which they sleep
-    pids = loader_pids(tmp_path)
+    pids = [int(path.name.partition("-")[2]) for path in tmp_path.glob("worker-*")]
     assert len(pids) == 4
     assert are_gone(pids, within_s=GONE_S)
 
 
 MAIN_KILLED = """
-    import sys
+    import sys, time
     import rankwise
     from rankwise.strategies import DDPStrategy
-    import os, pathlib, time, torch
+    import torch
 
     class Numbers(torch.utils.data.Dataset):
         def __len__(self):
@@ -204,8 +198,7 @@ MAIN_KILLED = """
     def job(strategy):
         for count, _ in enumerate(torch.utils.data.DataLoader(Numbers(), num_workers=2)):
             if count == 1:
-                sys.stdout.write("loading\\n")
-                sys.stdout.flush()
+                print("loading", flush=True)
 
     if __name__ == "__main__":
         DDPStrategy(start_method=sys.argv[1], accelerator="cpu", devices=2).launch(job)
@@ -213,8 +206,7 @@ MAIN_KILLED = """
 
 
 @pytest.mark.parametrize(
-    "start_method",
-    ["popen", "fork", *(pytest.param(m, marks=pytest.mark.soak) for m in ("spawn", "forkserver"))],
+    "start_method", ["popen", "fork", *(pytest.param(m, marks=SOAK) for m in ("spawn", "forkserver"))]
 )
 def test_data_workers_leave_with_the_main_process(start_method: str, run_script: ScriptRunner) -> None:
     """After SIGKILL of the main process the ranks and their sleeping loader workers end at once."""
@@ -227,13 +219,9 @@ def test_data_workers_leave_with_the_main_process(start_method: str, run_script:
 
 def test_the_callers_own_data_workers_do_not_hold_ranks(run_script: ScriptRunner) -> None:
     """Loader workers that the main process has forked do not keep the ranks alive when it is killed."""
-    source = MAIN_KILLED.replace(
-        "        DDPStrategy(",
-        "        loader = torch.utils.data.DataLoader(Numbers(), num_workers=1, persistent_workers=True)\n"
-        "        iterator = iter(loader)\n"
-        "        next(iterator)\n"
-        "        DDPStrategy(",
-    )
+    loader = "torch.utils.data.DataLoader(Numbers(), num_workers=1, persistent_workers=True)"
+    begin = f"        iterator = iter({loader})\n        next(iterator)\n"
+    source = MAIN_KILLED.replace("        DDPStrategy(", f"{begin}        DDPStrategy(")
     running = run_script.start(source, "fork")
     running.wait_for("loading", count=2)
     ranks = [p for p in psutil.Process(running.pid).children() if len(p.children()) == 2]

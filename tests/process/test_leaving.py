@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from rankwise.checkpoint import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
+from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
 from rankwise.errors import WorkerKilledError, WorkerRaisedError, WorkerTimedOutError
 from rankwise.monitoring import stragglers
 from rankwise.strategies import Strategy
@@ -71,19 +71,13 @@ def test_a_rank_that_does_not_leave(
 # ---------------------------------------------------------------------- a checkpoint in a thread
 
 
-class Slow(CheckpointIO):
+class Slow(TorchCheckpointIO):
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
         time.sleep(self.seconds)
-        TorchCheckpointIO().save_checkpoint(checkpoint, path)
-
-    def load_checkpoint(self, path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
-        return TorchCheckpointIO().load_checkpoint(path, map_location)
-
-    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Nothing is removed here."""
+        super().save_checkpoint(checkpoint, path)
 
 
 def save_and_fail(strategy: Strategy, who: int, path: str) -> None:
@@ -154,9 +148,9 @@ def signalled_in_a_wait(strategy: Strategy, path: str, seconds: float, at: list[
 @pytest.mark.parametrize(
     ("seconds", "at", "is_saved"),
     [
-        pytest.param(0, [1.0], False, id="nothing is written"),
-        pytest.param(2, [1.0], True, id="it ends once that is written"),
-        pytest.param(60, [1.0, 3.5], False, id="it insists", marks=pytest.mark.soak),
+        (0, [1.0], False),  # nothing is written
+        (2, [1.0], True),  # it ends once that is written
+        pytest.param(60, [1.0, 3.5], False, marks=pytest.mark.soak),  # it insists
     ],
 )
 def test_sigterm_in_a_collective(seconds: float, at: list[float], is_saved: bool, tmp_path: Path) -> None:
@@ -175,8 +169,7 @@ def test_sigterm_in_a_collective(seconds: float, at: list[float], is_saved: bool
 
 
 FITS = """
-    import os, sys
-    from rankwise import Trainer
+    import sys
     from tests.process.training_tasks import Regression, loader, quiet_trainer
 
     if __name__ == "__main__":
@@ -194,9 +187,8 @@ def test_nothing_is_left_in_the_temporary_folder(
     strategies: list[str], run_script: ScriptRunner, tmp_path: Path
 ) -> None:
     """A job leaves no file there, nor the folder that torch makes for what it would compile."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    variables = {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": None}
-    result = run_script(FITS, *strategies, env=with_tests(variables), siblings=1)
+    (folder := tmp_path / "temporary").mkdir()
+    variables = with_tests({"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": None})
+    result = run_script(FITS, *strategies, env=variables, siblings=1)
     assert result.returncode == 0, result.stderr
     assert list(folder.iterdir()) == []

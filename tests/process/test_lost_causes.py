@@ -17,6 +17,7 @@ from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import ddp, with_tests
 from tests.process.test_host_programs import METHODS
 
+SOAK = pytest.mark.soak
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -54,11 +55,8 @@ def elastic(start_method: str, **arguments: Any) -> DDPElasticStrategy:
 
 
 FUNCTIONS = [
-    (ddp, "fork"),
-    pytest.param(ddp, "spawn", marks=pytest.mark.soak),
-    pytest.param(ddp, "forkserver", marks=pytest.mark.soak),
-    (elastic, "fork"),
-    pytest.param(elastic, "spawn", marks=pytest.mark.soak),
+    *((ddp, "fork"), (elastic, "fork"), pytest.param(elastic, "spawn", marks=SOAK)),
+    *(pytest.param(ddp, method, marks=SOAK) for method in ("spawn", "forkserver")),
 ]
 """The strategies, and their start methods, that run a function in other processes than the caller's."""
 
@@ -84,7 +82,6 @@ def check(error: WorkerRaisedError, kind: type[Exception]) -> None:
 
 RAISES = """
     import sys
-
     from rankwise.errors import WorkerRaisedError
     from tests.process import test_lost_causes as tasks
 
@@ -97,9 +94,7 @@ RAISES = """
 """
 
 
-@pytest.mark.parametrize(
-    "kind", [TextHangs, *(pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS[1:])]
-)
+@pytest.mark.parametrize("kind", [TextHangs, *(pytest.param(kind, marks=SOAK) for kind in KINDS[1:])])
 def test_an_exception_of_a_script_whose_class_is_in_the_way(
     kind: type[Exception], run_script: ScriptRunner
 ) -> None:
@@ -111,7 +106,6 @@ def test_an_exception_of_a_script_whose_class_is_in_the_way(
 
 RAISES_UNDER_TORCHRUN = """
     import sys
-
     from rankwise.strategies import DDPStrategy
     from tests.process import test_lost_causes as tasks
 
@@ -183,17 +177,10 @@ def return_on_rank(strategy: Any, rank: int, value: str) -> object:
 
 
 VALUE = """
-    from rankwise.strategies import DDPStrategy
+    from tests.process import test_lost_causes as tasks
 
-    class TwoArguments(Exception):
-        def __init__(self, first, second):
-            super().__init__("text")
-
-    def job(strategy):
-        return TwoArguments(1, 2) if strategy.global_rank == 1 else "fine"
-
-    strategy = DDPStrategy(accelerator="cpu", devices=2, start_method="popen")
-    value = strategy.launch(job)
+    strategy = tasks.ddp("popen")
+    value = strategy.launch(tasks.return_on_rank, 1, "exception")
     if strategy.is_global_zero:
         print(value, strategy.results)
 """
@@ -201,13 +188,12 @@ VALUE = """
 
 def test_a_value_of_a_script_that_cannot_be_unpickled(run_script: ScriptRunner) -> None:
     """It stays with its rank, as one that cannot be pickled."""
-    result = run_script(VALUE, siblings=1)
-    assert result.stdout == "fine {0: 'fine'}\n", result
+    result = run_script(VALUE, env=with_tests({"PYTEST_CURRENT_TEST": None}), siblings=1)
+    assert result.stdout == "None {0: None}\n", result
 
 
 STORAGE = """
     import sys
-
     from rankwise.checkpoint import CheckpointIO
     from rankwise.errors import CheckpointError
     from rankwise.strategies import DDPElasticStrategy, DDPStrategy
@@ -251,14 +237,12 @@ STORAGE = """
 
 
 @pytest.mark.parametrize(
-    "method", [*METHODS, *(pytest.param(name, marks=pytest.mark.soak) for name in ("elastic", "torchrun"))]
+    "method", [*METHODS, *(pytest.param(name, marks=SOAK) for name in ("elastic", "torchrun"))]
 )
 def test_an_error_of_a_checkpoint_io(method: str, run_script: ScriptRunner) -> None:
     """Every rank raises the error of the rank that saves, also one that cannot be pickled, or read back."""
-    script = str(run_script.write(STORAGE))
-    result = run_script.command(
-        [sys.executable, *(TORCHRUN if method == "torchrun" else ()), script, method], siblings=1
-    )
+    command = [sys.executable, *(TORCHRUN if method == "torchrun" else ()), str(run_script.write(STORAGE))]
+    result = run_script.command([*command, method], siblings=1)
     assert result.returncode == 0, result
     for rank in (0, 1):
         for name in ("TwoArguments", "Locked"):
@@ -268,8 +252,6 @@ def test_an_error_of_a_checkpoint_io(method: str, run_script: ScriptRunner) -> N
 
 FAILS_AFTERWARDS = """
     import sys
-    import time
-
     from rankwise.errors import WorkerError
     from rankwise.strategies import DDPStrategy
 
