@@ -14,6 +14,9 @@ from rankwise.seed import given_seed
 from rankwise.strategies import Strategy
 from tests.process.helpers import ddp
 
+START_METHODS = pytest.mark.parametrize(
+    "start_method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.soak)]
+)
 Facts = dict[str, Any]
 MEMORY: Any = torch.utils.deterministic  # typed without its attribute
 
@@ -61,9 +64,7 @@ def caller() -> Iterator[Facts]:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "start_method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.soak)]
-)
+@START_METHODS
 def test_ranks_begin_as_the_caller_is(start_method: str, caller: Facts) -> None:
     """Each rank has the caller's flags, and draws what the caller would draw; so do those of a second job."""
     strategy = ddp(start_method)
@@ -72,9 +73,7 @@ def test_ranks_begin_as_the_caller_is(start_method: str, caller: Facts) -> None:
         assert strategy.results == {0: caller, 1: caller}
 
 
-@pytest.mark.parametrize(
-    "start_method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.soak)]
-)
+@START_METHODS
 def test_elastic_ranks_begin_as_the_caller_is(start_method: str, caller: Facts) -> None:
     """Ranks that torch's agent starts do, too."""
     strategy = DDPElasticStrategy(accelerator="cpu", devices=2, start_method=start_method)

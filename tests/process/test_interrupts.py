@@ -61,19 +61,12 @@ def check_kept(result: ScriptResult, folder: Path, *, sigterm: bool) -> None:
 @pytest.mark.parametrize(
     ("strategy", "who", "workers"),
     [
-        ("ddp", "group", ""),
-        ("ddp_fork", "main", ""),
-        *(
-            pytest.param(*case, marks=pytest.mark.soak)
-            for case in (
-                ("ddp", "main", "fork"),
-                ("ddp", "group", "spawn"),
-                ("ddp_fork", "group", "spawn"),
-                ("ddp_spawn", "group", "fork"),
-                ("ddp_forkserver", "main", ""),
-                ("ddp_notebook", "group", ""),
-            )
-        ),
+        *(("ddp", "group", ""), ("ddp_fork", "main", "")),
+        *(pytest.param(f"ddp{end}", "group", "spawn", marks=pytest.mark.soak) for end in ("", "_fork")),
+        pytest.param("ddp", "main", "fork", marks=pytest.mark.soak),
+        pytest.param("ddp_spawn", "group", "fork", marks=pytest.mark.soak),
+        pytest.param("ddp_forkserver", "main", "", marks=pytest.mark.soak),
+        pytest.param("ddp_notebook", "group", "", marks=pytest.mark.soak),
     ],
 )
 def test_ctrl_c(strategy: str, who: str, workers: str, run_script: ScriptRunner, tmp_path: Path) -> None:

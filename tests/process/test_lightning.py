@@ -42,13 +42,11 @@ def run(run_script: ScriptRunner, *program: str, env: Mapping[str, str | None] |
 MODULE = """
 import json, os, signal, sys, time, warnings
 from pathlib import Path
-
 sys.modules["mpi4py.MPI"] = None  # Lightning's detection starts MPI, where it is installed
 
 import torch
 from lightning import pytorch as pl
 from torch.utils.data import DataLoader, TensorDataset
-
 import rankwise.integrations.lightning
 
 warnings.filterwarnings("ignore")
@@ -80,9 +78,7 @@ def loader(batch_size):
     return DataLoader(TensorDataset(torch.arange(32.0).view(8, 4) / 32), batch_size=batch_size)
 """
 
-STAGES = (
-    MODULE
-    + """
+STAGES = """
 class Ends(pl.Callback):
     epochs = 0
 
@@ -143,7 +139,6 @@ if __name__ == "__main__":
         together["saved_averages"] = states[0]["state"][0]["exp_avg"].tolist()
         print(json.dumps([alone, together]))
 """
-)
 
 
 def last_line(result: ScriptResult) -> Any:
@@ -161,7 +156,7 @@ def check_rows(own: Any, expected: Any) -> None:
 )
 def test_two_ranks_are_one(run_script: ScriptRunner, how: str) -> None:
     """Two fits, validation and prediction leave what Lightning leaves after them in one process."""
-    alone, together = last_line(run(run_script, STAGES, how))
+    alone, together = last_line(run(run_script, MODULE + STAGES, how))
     for name in ("metrics", "validated"):
         assert together[name] == pytest.approx(alone[name], abs=1e-6)
     for own, expected in zip(together["weights"], alone["weights"], strict=True):
@@ -178,9 +173,7 @@ def test_two_ranks_are_one(run_script: ScriptRunner, how: str) -> None:
         assert predicted == first_ranks
 
 
-FAILURE = (
-    MODULE
-    + """
+FAILURE = """
 class Failing(Module):
     def training_step(self, batch, batch_idx):
         if self.trainer.global_step == 2 and self.global_rank == 1:
@@ -205,7 +198,6 @@ if __name__ == "__main__":
             print(json.dumps([type(error).__name__, str(error), took_s, has_group, trainer.interrupted]))
         raise
 """
-)
 
 
 @pytest.mark.quick
@@ -221,7 +213,7 @@ def test_a_rank_that_fails(
     run_script: ScriptRunner, how: str, what: str, expected: str, text: str, exit_code: int
 ) -> None:
     """The failure of another rank is rankwise's exception within two seconds; callbacks learn of it."""
-    result = run(run_script, FAILURE, how, what, env=WITHOUT_COVERAGE)
+    result = run(run_script, MODULE + FAILURE, how, what, env=WITHOUT_COVERAGE)
     assert result.returncode == exit_code, result
     assert f"on_exception {expected}" in result.stdout, result
     last = [line for line in result.stdout.splitlines() if line.startswith("[")][-1]
@@ -238,7 +230,7 @@ def test_a_rank_that_fails(
 )
 def test_a_rank_of_torchrun_that_fails(run_script: ScriptRunner, what: str, text: str) -> None:
     """Its failure is the one that torchrun reports; no rank stays in a signal handler of Lightning's."""
-    running = start(run_script, FAILURE, TORCHRUN, what, env=WITHOUT_COVERAGE)
+    running = start(run_script, MODULE + FAILURE, TORCHRUN, what, env=WITHOUT_COVERAGE)
     result = running.finish(timeout=60)
     ended_s = time.monotonic()
     assert result.returncode == 1, result
@@ -246,9 +238,7 @@ def test_a_rank_of_torchrun_that_fails(run_script: ScriptRunner, what: str, text
     assert ended_s - float((run_script.folder / "failed_s").read_text()) < 5 * slowdown(), result
 
 
-SLOW = (
-    MODULE
-    + """
+SLOW = """
 class Slow(Module):
     def training_step(self, batch, batch_idx):
         print("training", self.global_rank, flush=True)
@@ -259,21 +249,18 @@ if __name__ == "__main__":
     trainer = pl.Trainer(strategy=sys.argv[1], devices=2, logger=False, **QUIET)
     trainer.fit(Slow(), loader(2))
 """
-)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("number", "exit_code"), [(signal.SIGINT, 1), pytest.param(signal.SIGTERM, 143, marks=SOAK)]
 )
-@pytest.mark.parametrize(
-    "how", ["rankwise_ddp_fork", *(pytest.param(name, marks=SOAK) for name in (*OTHERS, TORCHRUN))]
-)
+@pytest.mark.parametrize("how", STARTS)
 def test_a_signal_ends_all_ranks(
     run_script: ScriptRunner, how: str, number: signal.Signals, exit_code: int
 ) -> None:
     """Ctrl-C, and SIGTERM, end every rank, also one that sleeps and one that waits in a collective."""
-    running = start(run_script, SLOW, how, env=WITHOUT_COVERAGE)
+    running = start(run_script, MODULE + SLOW, how, env=WITHOUT_COVERAGE)
     running.wait_for("training", count=4, timeout=120)
     sent_s = time.monotonic()
     running.send_signal_to_group(number) if number == signal.SIGINT else running.send_signal(number)
@@ -284,15 +271,12 @@ def test_a_signal_ends_all_ranks(
 
 FABRIC = """
 import json, sys
-
 sys.modules["mpi4py.MPI"] = None
 
 import torch
 from lightning.fabric import Fabric
 from torch.utils.data import DataLoader, TensorDataset
-
 import rankwise.integrations.lightning
-from rankwise.errors import LaunchRefusedError
 
 def main(fabric):
     fabric.seed_everything(1, workers=True, verbose=False)
@@ -310,9 +294,7 @@ def create(strategy):
     return Fabric(accelerator="cpu", devices=2, strategy=strategy)
 """
 
-FUNCTION = (
-    FABRIC
-    + """
+FUNCTION = """
 if __name__ == "__main__":
     alone, _ = Fabric(accelerator="cpu", devices=1).launch(main)
     fabric = create(sys.argv[1])
@@ -320,11 +302,8 @@ if __name__ == "__main__":
     if fabric.is_global_zero:
         print(json.dumps([alone[0], together[0], ranks]))
 """
-)
 
-REST_OF_SCRIPT = (
-    FABRIC
-    + """
+REST_OF_SCRIPT = """
 alone, _ = Fabric(accelerator="cpu", devices=1).launch(main)
 fabric = create(sys.argv[1])
 fabric.launch()
@@ -336,14 +315,13 @@ fabric.barrier()
 if fabric.is_global_zero:
     print(json.dumps([alone[0], together[0], ranks]))
 """
-)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("how", STARTS)
 def test_fabric(run_script: ScriptRunner, how: str) -> None:
     """Two ranks of Fabric train as one."""
-    alone, together, ranks = last_line(run(run_script, FUNCTION, how))
+    alone, together, ranks = last_line(run(run_script, FABRIC + FUNCTION, how))
     assert together == pytest.approx(alone, abs=1e-6)
     assert ranks == [0, 1]
 
@@ -351,7 +329,7 @@ def test_fabric(run_script: ScriptRunner, how: str) -> None:
 @pytest.mark.parametrize("how", ["rankwise_ddp", pytest.param(TORCHRUN, marks=SOAK)])
 def test_fabric_without_a_function(run_script: ScriptRunner, how: str) -> None:
     """`fabric.launch()` makes every rank run the rest of the script."""
-    alone, together, ranks = last_line(run(run_script, REST_OF_SCRIPT, how, "end"))
+    alone, together, ranks = last_line(run(run_script, FABRIC + REST_OF_SCRIPT, how, "end"))
     assert together == pytest.approx(alone, abs=1e-6)
     assert ranks == [0, 1]
 
@@ -359,14 +337,12 @@ def test_fabric_without_a_function(run_script: ScriptRunner, how: str) -> None:
 @SOAK
 def test_a_rank_of_fabric_exits(run_script: ScriptRunner) -> None:
     """Its exit status is the cause, and the script's."""
-    result = run(run_script, REST_OF_SCRIPT, "rankwise_ddp", "exit")
+    result = run(run_script, FABRIC + REST_OF_SCRIPT, "rankwise_ddp", "exit")
     assert result.returncode == 3, result
     assert "WorkerExitedError: Worker global_rank=1" in result.stderr, result
 
 
-OWN_ENVIRONMENT = (
-    MODULE
-    + """
+OWN_ENVIRONMENT = """
 from lightning.fabric.plugins import ClusterEnvironment
 
 import rankwise.lightning as rl
@@ -425,18 +401,16 @@ if __name__ == "__main__":
         found.append([trainer.global_rank, trainer.world_size, shells.ended, module.net.weight.tolist()])
     print(json.dumps(found))
 """
-)
 
 
 @pytest.mark.quick
 def test_a_cluster_environment_of_lightnings(run_script: ScriptRunner) -> None:
     """One given as a plug-in determines ranks and address, in Lightning's Trainer and in rankwise's."""
-    path, port = run_script.write(OWN_ENVIRONMENT), str(free_port())
+    path, port = run_script.write(MODULE + OWN_ENVIRONMENT), str(free_port())
     ranks = [{"OUR_RANK": str(rank), "OUR_PORT": port} for rank in range(2)]
     running = [run_script.start(path, env=each, preload=IMPORTED) for each in ranks]
     shells = [last_line(each.finish()) for each in running]
-    (first, second), (other_first, other_second) = shells
-    for rank, (theirs, ours) in enumerate([(first, second), (other_first, other_second)]):
+    for rank, (theirs, ours) in enumerate(shells):
         assert theirs[:3] == ours[:3] == [rank, 2, 1]
         check_rows(ours[3], theirs[3])
-    check_rows(other_first[3], first[3])
+    check_rows(shells[1][0][3], shells[0][0][3])

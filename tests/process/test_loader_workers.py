@@ -15,7 +15,7 @@ from rankwise.data.batches import SizedBatches
 from rankwise.strategies import Strategy
 from tests.helpers import processes
 from tests.helpers.scripts import ScriptRunner
-from tests.process.helpers import ddp, with_tests
+from tests.process.helpers import combinations, ddp, with_tests
 
 STUCK = """
     import os, signal, sys, time
@@ -121,24 +121,15 @@ SCRIPT = """
 
 @pytest.mark.parametrize(
     ("start_method", "method"),
-    [
-        ("fork", "forkserver"),
-        *(
-            pytest.param(*methods, marks=pytest.mark.soak)
-            for methods in (("fork", "spawn"), ("popen", "spawn"), ("popen", "forkserver"))
-        ),
-    ],
+    combinations(("fork", "popen"), ("forkserver", "spawn"), quick=[("fork", "forkserver")]),
 )
 def test_a_busy_worker_that_is_no_fork_ends_with_its_rank(
     start_method: str, method: str, tmp_path: Path, run_script: ScriptRunner
 ) -> None:
-    """The rank that is killed takes its worker along, and so does the one that is then ended.
-
-    With `"ddp"` (popen) that one is in the main process. In a script: in pytest's own process another test
-    may have started a resource tracker, which then clears up after these ranks only when pytest ends.
-    """
-    folder = tmp_path / "pids"
-    folder.mkdir()
+    """The rank that is killed takes its worker along; so does the one that is then ended (popen: the main one)."""
+    # In a script: in pytest's own process another test may have started a resource tracker, which then clears
+    # up after these ranks only when pytest ends.
+    (folder := tmp_path / "pids").mkdir()
     environment = with_tests({"PYTEST_CURRENT_TEST": None})  # it imports pytest, and is not run by it
     running = run_script.start(SCRIPT, start_method, str(folder), method, env=environment, siblings=1)
     running.wait_for("killed", timeout=90)
@@ -155,11 +146,9 @@ class Blocked(Dataset[bool]):
 
 
 def blocked_while_loading(strategy: Strategy, method: str) -> list[bool]:
-    batches: list[Any] = []
-    for workers in (0, 1):
-        context = method if workers else None
-        batches += SizedBatches(DataLoader(Blocked(), num_workers=workers, multiprocessing_context=context))
-    return [bool(batch) for batch in batches]
+    with_worker: Any = {"num_workers": 1, "multiprocessing_context": method}
+    loaders = (DataLoader(Blocked()), DataLoader(Blocked(), **with_worker))
+    return [bool(batch) for loader in loaders for batch in SizedBatches(loader)]
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
