@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,28 +27,16 @@ _MOST_S = 60.0  # a job that has not ended then hangs
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended.
+    """How a job ended. Times count from the fault; where there is none, from the start."""
 
-    Attributes:
-        ranks_gone_after_s: the seconds from the fault until nothing that the main process started was left.
-        gone_after_s: the seconds from the fault (without one: from the start) until its last process was
-            gone, that is the main process, once its interpreter had ended.
-        raised_after_s: the seconds until the exception reached the caller; -1 where the caller had ended.
-        exit_code: the main process's; negative for a signal.
-        exception: the type's name that reached the caller; nothing where none did.
-        ranks: the ranks that it names.
-        left: processes, ports, files, shared memory, and what changed in the caller.
-        output: what all its processes printed.
-    """
-
-    ranks_gone_after_s: float
-    gone_after_s: float
-    raised_after_s: float
-    exit_code: int
-    exception: str
-    ranks: tuple[int, ...]
-    left: tuple[str, ...]
-    output: str
+    ranks_gone_after_s: float  # until nothing that the main process started was left
+    gone_after_s: float  # until its last process was gone: the main one, once its interpreter had ended
+    raised_after_s: float  # until the exception reached the caller; -1 where the caller had ended
+    exit_code: int  # the main process's; negative for a signal
+    exception: str  # the type's name that reached the caller; nothing where none did
+    ranks: tuple[int, ...]  # that it names
+    left: tuple[str, ...]  # processes, ports, files, shared memory, and what changed in the caller
+    output: str  # what all its processes printed
 
 
 @dataclass(frozen=True)
@@ -63,7 +51,7 @@ class _Watched:
 
 
 class FaultRunner:
-    """Runs one job after the other; a context manager.
+    """Runs one job after the other, until it is closed.
 
     All jobs are forked from one interpreter. After a job that could not be watched to its end, it is ended,
     and the next job has a new one.
@@ -159,8 +147,7 @@ class FaultRunner:
 
 
 def _variables(more: Mapping[str, str]) -> dict[str, str]:
-    found = with_tests(more)
-    return {**os.environ, **{name: value for name, value in found.items() if value is not None}}
+    return {**os.environ, **{name: value for name, value in with_tests(more).items() if value is not None}}
 
 
 def _start(interpreter: PreloadedInterpreter, folder: Path, job: str) -> ForkedProgram:
@@ -174,7 +161,7 @@ def _start(interpreter: PreloadedInterpreter, folder: Path, job: str) -> ForkedP
 
 def files_left(folder: Path) -> list[str]:
     """Return the files that a job has left in its folders, without its checkpoint if that loads."""
-    found = [path for name in ("tmp", "here", "saved") for path in (folder / name).rglob("*")]
+    found = (path for name in ("tmp", "here", "saved") for path in (folder / name).rglob("*"))
     left = [f"new file: {path}" for path in found if path != folder / CHECKPOINT]
     is_torn = (folder / CHECKPOINT).exists() and _saved_step(folder) is None
     return left + (["the checkpoint does not load"] if is_torn else [])
@@ -191,10 +178,6 @@ def report_of(fault: Fault) -> tuple[dict[str, Any], str]:
     if fault.cell is not None:
         return report, "" if (folder / "stamp").exists() else "the fault has not happened"
     return report, "" if _saved_step(folder) == STEPS else f"the job has not trained for {STEPS} steps"
-
-
-def problems(cell: Cell, outcome: Outcome) -> list[str]:
-    return wrong(cell, outcome) + late(cell, outcome)
 
 
 def wrong(cell: Cell, outcome: Outcome) -> list[str]:
@@ -222,15 +205,6 @@ def late(cell: Cell, outcome: Outcome) -> list[str]:
     return found + ([f"main took {leaving_s:.2f} s to leave"] if leaving_s > EXIT_S * factor else [])
 
 
-@contextlib.contextmanager
-def fault_runner(folder: Path) -> Iterator[FaultRunner]:
-    runner = FaultRunner(folder)
-    try:
-        yield runner
-    finally:
-        runner.close()
-
-
 def _saved_step(folder: Path) -> int | None:
     try:
         checkpoint = TorchCheckpointIO().load_checkpoint(folder / CHECKPOINT)
@@ -249,7 +223,7 @@ def _processes_of(session_id: int) -> list[psutil.Process]:
 
 
 def _living(session_id: int, folder: Path) -> list[psutil.Process]:
-    def of_job() -> set[psutil.Process]:
-        return processes.in_session(session_id) | processes.with_marker(marker_of(folder))
-
-    return processes.wait_until_gone(of_job, timeout_s=0)
+    # some may be in other sessions
+    return processes.wait_until_gone(
+        lambda: processes.in_session(session_id) | processes.with_marker(marker_of(folder)), timeout_s=0
+    )

@@ -6,13 +6,8 @@ from dataclasses import dataclass
 
 WHO = ("rank 0", "rank 1", "main")
 HOW = (
-    "raises",
-    "exits 0",
-    "exits 3",
-    "SIGKILL",
-    "SIGSTOP",
-    "hangs outside a collective",
-    "hangs inside a collective",
+    *("raises", "exits 0", "exits 3", "SIGKILL", "SIGSTOP"),
+    *("hangs outside a collective", "hangs inside a collective"),
 )
 WHEN = ("before the group", "mid-step", "while saving", "at teardown")
 STRATEGIES = ("ddp", "ddp_spawn", "ddp_fork", "ddp_forkserver")
@@ -89,17 +84,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the caller sees.
+    """What the caller sees."""
 
-    Attributes:
-        exception: the type's name; nothing where no exception can be, or none is due.
-        rank: the rank that it must name.
-        exit_code: the script's; negative for a signal.
-    """
-
-    exception: str
-    rank: int | None
-    exit_code: int
+    exception: str  # the type's name; nothing where no exception can be, or none is due
+    rank: int | None  # that it must name
+    exit_code: int  # the script's; negative for a signal
 
 
 def reason_against(cell: Cell) -> str:
@@ -113,10 +102,7 @@ def reason_against(cell: Cell) -> str:
     return ""
 
 
-ALL = [
-    Cell(who, how, when, strategy)
-    for strategy, who, how, when in itertools.product(STRATEGIES, WHO, HOW, WHEN)
-]
+ALL = [Cell(*cell, strategy) for strategy in STRATEGIES for cell in itertools.product(WHO, HOW, WHEN)]
 LEFT_OUT = {cell: reason for cell in ALL if (reason := reason_against(cell))}
 CELLS = [cell for cell in ALL if cell not in LEFT_OUT]
 

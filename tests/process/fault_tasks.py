@@ -20,12 +20,11 @@ import torch._dynamo  # what the first wrapper imports, which takes longer than 
 import torch.distributed as dist
 from torch import Tensor
 
-from rankwise import Trainer
 from rankwise.callbacks import Callback
 from rankwise.strategies import DDPStrategy
 from tests.helpers import leak_checks, processes
 from tests.process.fault_table import GRACE_S, WHEN, Cell
-from tests.process.training_tasks import Regression, loader
+from tests.process.training_tasks import Regression, loader, quiet_trainer
 
 MESSAGE = "the fault of this test"
 SCRIPT = Path(__file__).with_name("fault_program.py")
@@ -39,20 +38,13 @@ _MAIN_HANGS_S = 4.0  # the ranks do not need a main process that is no rank: it 
 
 @dataclass(frozen=True)
 class Fault:
-    """The fault of a cell; None for a run without a fault.
-
-    Attributes:
-        folder: where the processes of the job write their reports.
-        delay_s: the fault happens so much later.
-        step: the step in which it happens.
-        leaves_things: whether the main process leaves one of each thing behind that the tests look for.
-    """
+    """The fault of a cell; None for a run without a fault."""
 
     cell: Cell | None
-    folder: str
-    delay_s: float = 0.0
-    step: int = 1
-    leaves_things: bool = False
+    folder: str  # where the processes of the job write their reports
+    delay_s: float = 0.0  # the fault happens so much later
+    step: int = 1  # in which it happens
+    leaves_things: bool = False  # the main process leaves one of each thing behind that the tests look for
 
     def happen_if_due(self, when: str, strategy: DDPStrategy, step: int = 1) -> None:
         """Fail, if this is the phase, the step and the process of the fault."""
@@ -107,6 +99,7 @@ def _wait_for(file: Path) -> None:
 
 
 _separate_group: list[Any] = []  # a group that only the rank that hangs uses
+_left_open: list[Any] = []
 
 
 class FaultyStrategy(DDPStrategy):
@@ -176,29 +169,17 @@ def fit(fault: Fault, start_method: str) -> None:
     strategy = FaultyStrategy(start_method=start_method, **settings)
     module = FaultyModule()
     strategy.fault = module.fault = fault
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=2,
-        max_epochs=1,
-        callbacks=[FaultyCallback(fault)],
-        default_root_dir=Path(fault.folder, "saved"),
-        **quiet,  # type: ignore[arg-type]  # booleans all
-    )
+    saving, folder = FaultyCallback(fault), Path(fault.folder, "saved")
+    trainer = quiet_trainer(strategy, 2, max_epochs=1, callbacks=[saving], default_root_dir=folder)
     trainer.fit(module, loader(STEPS * 4, 2))
 
 
 def run_as_main(fault: Fault, start_method: str) -> None:
     """Run a cell as the process that the user started; write down the exception and what is left."""
     checks = [
-        leak_checks.Threads(),
-        leak_checks.ProcessGroup(),
-        leak_checks.Environment(),
-        leak_checks.WorkingDirectory(),
-        leak_checks.SignalHandlers(),
-        leak_checks.ListeningSockets(),
-        leak_checks.RankZeroOnly(),
+        *(leak_checks.Threads(), leak_checks.ProcessGroup(), leak_checks.Environment()),
+        *(leak_checks.WorkingDirectory(), leak_checks.SignalHandlers()),
+        *(leak_checks.ListeningSockets(), leak_checks.RankZeroOnly()),
     ]
     if fault.cell is not None and fault.cell.who == "main":
         signal.signal(signal.SIGALRM, lambda number, frame: fault.happen())
@@ -226,11 +207,8 @@ def run_as_main(fault: Fault, start_method: str) -> None:
 
 
 def living_children(start_method: str, has_failed: bool) -> list[str]:
-    """Return the descendants of this process that still live, or that it has not waited for.
-
-    Those that `popen` has started stay for the next job, until one fails.
-    """
-    if start_method == "popen" and not has_failed:
+    """Return the descendants of this process that still live, or that it has not waited for."""
+    if start_method == "popen" and not has_failed:  # they stay for the next job
         return []
     return [processes.describe(process) for process in processes.wait_until_gone(_below, timeout_s=0)]
 
@@ -260,9 +238,6 @@ def leave_things(folder: Path) -> None:
         (place / "left").touch()
     (folder / CHECKPOINT).write_bytes(b"torn")
     _left_open.append(listener)
-
-
-_left_open: list[Any] = []
 
 
 def marker_of(folder: Path) -> str:

@@ -1,5 +1,6 @@
 """Each cell of the table of failures: how long it takes, what the caller gets, what is left."""
 
+import contextlib
 import json
 import os
 import random
@@ -8,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.process.fault_runner import FaultRunner, fault_runner, problems, wrong
+from tests.process.fault_runner import FaultRunner, late, wrong
 from tests.process.fault_table import ALL, CELLS, LEFT_OUT, START_METHODS, STRATEGIES, UNDISTURBED, WHEN, Cell
 
 QUICK = {
@@ -28,7 +29,7 @@ QUICK = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultRunner]:
-    with fault_runner(tmp_path_factory.mktemp("faults")) as runner:
+    with contextlib.closing(FaultRunner(tmp_path_factory.mktemp("faults"))) as runner:
         yield runner
 
 
@@ -39,9 +40,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultRunner]:
 def test_fault(cell: Cell, run: FaultRunner, record_property: Callable[[str, object], None]) -> None:
     """In time every process has ended, the caller has the right exception, and nothing is left."""
     outcome = run(cell, cell.start_method)
-    for name, value in {"cell": json.dumps(vars(cell)), "gone_after_s": outcome.gone_after_s}.items():
-        record_property(name, value)  # for fault_report.py
-    assert problems(cell, outcome) == [], outcome
+    record_property("cell", json.dumps(vars(cell)))  # for fault_report.py
+    record_property("gone_after_s", outcome.gone_after_s)
+    assert wrong(cell, outcome) + late(cell, outcome) == [], outcome
 
 
 def test_the_table_is_whole() -> None:
@@ -91,10 +92,8 @@ def _draw(chance: random.Random, cells: list[Cell]) -> tuple[Cell, float, int]:
 
 
 # 200 runs, in parts that several workers can share.
-_IN_PARTS = [
-    pytest.param(25, STRATEGIES, part, marks=[pytest.mark.soak, pytest.mark.timeout(900)])
-    for part in range(8)
-]
+_SLOW = [pytest.mark.soak, pytest.mark.timeout(900)]
+_IN_PARTS = [pytest.param(25, STRATEGIES, part, marks=_SLOW) for part in range(8)]
 
 
 @pytest.mark.parametrize(("runs", "strategies", "part"), [(3, _QUICK, 0), *_IN_PARTS])

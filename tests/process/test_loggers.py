@@ -17,11 +17,8 @@ need_installed("tensorboard", "wandb", "mlflow")
 pytestmark = pytest.mark.timeout(600)  # on a busy machine the three libraries take minutes to import
 
 PROGRAM = """
-    import os
-    import socket
-    import sys
+    import socket, sys
     from pathlib import Path
-
     from rankwise import Trainer
     from rankwise.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
     from tests.unit.trainer.helpers import Line, loader
@@ -73,8 +70,7 @@ def run_of(folder: Path) -> Any:
     from mlflow import MlflowClient
 
     client = MlflowClient((folder / "mlflow").as_uri())
-    experiment = client.get_experiment_by_name("rankwise_logs")
-    (run,) = client.search_runs([experiment.experiment_id])
+    (run,) = client.search_runs([client.get_experiment_by_name("rankwise_logs").experiment_id])
     return run, client
 
 
@@ -110,8 +106,7 @@ def test_one_rank_writes(start: str, run_script: ScriptRunner, tmp_path: Path) -
     wandb_id, mlflow_id = result.stdout.splitlines()[-1].split()
 
     assert [line["own"] for line in lines(tmp_path) if line["own"]] == ["0.0", "0.0"]
-    assert sum(bool(line["loss"]) for line in lines(tmp_path)) == 2
-    assert sum(bool(line["test_loss"]) for line in lines(tmp_path)) == 1
+    assert [sum(bool(line[name]) for line in lines(tmp_path)) for name in ("loss", "test_loss")] == [2, 1]
 
     read = scalars(tmp_path / "tensorboard" / "rankwise_logs" / "version_0")
     assert read["own"] == [(0, 0.0), (1, 0.0)]
@@ -127,15 +122,10 @@ def test_one_rank_writes(start: str, run_script: ScriptRunner, tmp_path: Path) -
     run, client = run_of(tmp_path)
     assert (run.info.run_id, run.info.status) == (mlflow_id, "FINISHED")
     assert run.data.params == {"optimizer/lr": "0.1"}
-    histories = {
-        name: client.get_metric_history(run.info.run_id, name) for name in ("own", "loss", "test_loss")
-    }
-    assert {name: len(history) for name, history in histories.items()} == {
-        "own": 2,
-        "loss": 2,
-        "test_loss": 1,
-    }
-    assert [metric.value for metric in histories["own"]] == [0.0, 0.0]
+    names = ("own", "loss", "test_loss")
+    histories = [client.get_metric_history(run.info.run_id, name) for name in names]
+    assert [len(history) for history in histories] == [2, 2, 1]
+    assert [metric.value for metric in histories[0]] == [0.0, 0.0]
 
 
 @pytest.mark.quick
