@@ -359,37 +359,33 @@ def test_a_rank_that_becomes_another_program(when: str) -> None:
 
 
 class FailsToArrive:
-    def __init__(self, action: str) -> None:
-        self.action = action
+    def __init__(self, *call: object) -> None:
+        self.call = call  # that unpickling makes
 
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return _arrive, (self.action,)
-
-
-def _arrive(action: str) -> None:
-    if action == "raise":
-        raise ValueError("it does not arrive")
-    os._exit(5)
+    def __reduce__(self) -> Any:
+        return self.call
 
 
 def take(strategy: Strategy, value: object) -> None:
     """Take an argument."""
 
 
-@pytest.mark.parametrize(("action", "kind"), [("raise", WorkerRaisedError), ("leave", WorkerExitedError)])
-def test_arguments_that_do_not_arrive_are_reported(action: str, kind: type[WorkerError]) -> None:
+@pytest.mark.parametrize(
+    ("call", "kind"), [((int, ("no number",)), WorkerRaisedError), ((os._exit, (5,)), WorkerExitedError)]
+)
+def test_arguments_that_do_not_arrive_are_reported(call: tuple[object], kind: type[WorkerError]) -> None:
     """A failure while a rank unpickles its arguments ends the job like any other."""
     ddp("forkserver").launch(take, None)  # which starts the forkserver, if it is not there yet
     start = time.monotonic()
     with pytest.raises(kind):
-        ddp("forkserver").launch(take, FailsToArrive(action))
+        ddp("forkserver").launch(take, FailsToArrive(*call))
     assert time.monotonic() - start < 20
 
 
 # ---------------------------------------------------------------------- how the others leave
 
 
-def clean_up_slowly(strategy: Strategy, folder: str, seconds: float) -> None:
+def clean_up_slowly(strategy: Strategy, folder: str) -> None:
     strategy.barrier()
     if strategy.global_rank == 1:
         while not Path(folder, "waiting").exists():
@@ -399,14 +395,14 @@ def clean_up_slowly(strategy: Strategy, folder: str, seconds: float) -> None:
         Path(folder, "waiting").touch()
         time.sleep(60)
     finally:
-        time.sleep(seconds)
+        time.sleep(0.2)
         Path(folder, "cleaned").touch()
 
 
 def test_finally_blocks_of_the_others_run(tmp_path: Path) -> None:
     """A rank that is stopped runs its `finally` blocks, within the grace."""
     with pytest.raises(WorkerRaisedError, match="the cause"):
-        ddp("fork", grace_period_s=20).launch(clean_up_slowly, str(tmp_path), 0.2)
+        ddp("fork", grace_period_s=20).launch(clean_up_slowly, str(tmp_path))
     assert (tmp_path / "cleaned").exists()
 
 

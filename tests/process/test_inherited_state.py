@@ -23,17 +23,14 @@ MEMORY: Any = torch.utils.deterministic  # typed without its attribute
 
 def facts(strategy: Strategy | None = None) -> Facts:
     return {
-        "matmul precision": torch.get_float32_matmul_precision(),
+        "precision": (torch.get_float32_matmul_precision(), torch.get_default_dtype(), torch.ones(1).dtype),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "warns only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "dtype": torch.get_default_dtype(),
-        "new tensor": torch.ones(1).dtype,
         "cuDNN": (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
         "TF32": torch.backends.cudnn.allow_tf32,
         "attention": torch.backends.cuda.flash_sdp_enabled(),
         "anomalies": torch.is_anomaly_enabled(),
-        "memory": MEMORY.fill_uninitialized_memory,
-        "sharing": torch.multiprocessing.get_sharing_strategy(),
+        "memory": (MEMORY.fill_uninitialized_memory, torch.multiprocessing.get_sharing_strategy()),
         "seeds": (given_seed(), torch.initial_seed()),
         "drawn": (float(torch.rand(())), random.random(), float(np.random.rand())),
     }

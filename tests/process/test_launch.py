@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -186,14 +185,6 @@ def test_fifty_megabytes_of_each_rank_come_back(start_method: str) -> None:
     assert [float(strategy.results[rank][0][-1]) for rank in (0, 1)] == [5.0, 1.0]
 
 
-def nothing_in_particular(strategy: Strategy) -> None:
-    strategy.barrier()
-
-
-def do_nothing(strategy: Strategy) -> None:
-    """Return at once, with no collective."""
-
-
 def test_ranks_that_end_before_they_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have done their part: on a busy machine the launching process may come to it later."""
 
@@ -204,32 +195,21 @@ def test_ranks_that_end_before_they_are_waited_for(monkeypatch: pytest.MonkeyPat
 
     begin = Supervisor.begin_job
     monkeypatch.setattr(Supervisor, "begin_job", begin_late)
-    assert ddp("fork", "tcp").launch(rank_of_variable, init_process_group=False) == "0"
-    with pytest.raises(WorkerRaisedError, match="at once"):
-        ddp("fork", "tcp").launch(fail_at_once, init_process_group=False)
-
-
-def rank_of_variable(strategy: Strategy) -> str:
-    return os.environ["RANK"]
-
-
-def fail_at_once(strategy: Strategy) -> None:
-    raise ValueError("at once")
+    assert ddp("fork", "tcp").launch(lambda _: os.environ["RANK"], init_process_group=False) == "0"
+    with pytest.raises(WorkerRaisedError, match="division by zero"):
+        ddp("fork", "tcp").launch(lambda _: 1 // 0, init_process_group=False)
 
 
 def late(strategy: Strategy) -> None:
-    if strategy.global_rank == 0:
-        time.sleep(0.3)
-        strategy.broadcast(1)
-    else:
-        strategy.broadcast(0)
+    time.sleep(0.3 * (strategy.global_rank == 0))
+    strategy.broadcast(1)
 
 
 @pytest.mark.parametrize("jobs", [8, pytest.param(30, marks=pytest.mark.soak)])
 def test_a_job_without_a_collective(jobs: int) -> None:
     """A rank that returns at once does not fail one that is still connecting."""
     for _ in range(jobs):
-        ddp("fork", devices=4).launch(do_nothing)
+        ddp("fork", devices=4).launch(lambda _: None)
 
 
 def test_a_late_rank_is_waited_for(start_method: str) -> None:
@@ -329,7 +309,7 @@ def test_the_user_makes_the_group(start_method: str, rendezvous: str) -> None:
 def test_the_user_makes_the_group_of_a_later_launch() -> None:
     """The same works when the strategy, left to choose its rendezvous, was bound or launched before."""
     strategy = ddp("fork", "auto")
-    strategy.launch(nothing_in_particular)
+    strategy.launch(late)
     assert strategy.launch(own_group, init_process_group=False) == (False, 3.0)
 
 
@@ -411,7 +391,7 @@ def test_what_an_existing_group_cannot_take() -> None:
 
 def launch_within(strategy: Strategy) -> Any:
     try:
-        return strategy.launch(nothing_in_particular)
+        return strategy.launch(late)
     except LifecycleError as error:
         return str(error)
 
@@ -470,12 +450,6 @@ def test_spawn_does_the_same() -> None:
         assert facts["big"][1].count(rank) == 50 * MEGABYTE
         assert facts["own_group"] == (False, 3.0)
         assert "launch() was called in state 'in a job'" in facts["nested"]
-
-
-def test_a_launch_from_a_pool_works() -> None:
-    """A thread of a ThreadPoolExecutor can launch, although Python joins it at exit."""
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(ddp("fork").launch, all_facts, 1).result()["total"] == 3.0
 
 
 def test_output_of_ranks_is_not_lost(capfd: pytest.CaptureFixture[str]) -> None:

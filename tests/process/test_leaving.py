@@ -38,18 +38,19 @@ def test_a_thread_that_still_works_is_waited_for(tmp_path: Path) -> None:
     assert (tmp_path / "uploaded").exists()
 
 
-def leave_pools(strategy: Strategy, folder: str, pools: list[Executor]) -> None:
+def leave_pools(strategy: Strategy, folder: str, pools: list[Executor]) -> torch.Tensor:
     pools += [ThreadPoolExecutor(1), ProcessPoolExecutor(1)]
     for number, pool in enumerate(pools[-2:]):
         pool.submit(time.sleep, 0)
         pool.submit(Path(folder, f"done_{number}_{strategy.global_rank}").touch)
+    return strategy.all_reduce(torch.ones(1), reduce_op="sum")
 
 
 def test_pools_that_are_left_open_end_with_their_rank(tmp_path: Path) -> None:
-    """A rank's open pools finish their work and end; the caller's own pool stays."""
+    """A rank's open pools finish their work and end; the caller's own pool, in which it launches, stays."""
     with ThreadPoolExecutor(1) as callers:
         job = ddp("fork", timeout=20)
-        callers.submit(job.launch, leave_pools, str(tmp_path), []).result()
+        assert callers.submit(job.launch, leave_pools, str(tmp_path), []).result() == 2
         assert callers.submit(int, "7").result() == 7
     assert len(list(tmp_path.glob("done_*"))) == 4
 

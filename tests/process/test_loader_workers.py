@@ -126,7 +126,7 @@ SCRIPT = """
 def test_a_busy_worker_that_is_no_fork_ends_with_its_rank(
     start_method: str, method: str, tmp_path: Path, run_script: ScriptRunner
 ) -> None:
-    """The rank that is killed takes its worker along; so does the one that is then ended (popen: the main one)."""
+    """The rank that is killed takes its worker along; so does the one that is then ended."""
     # In a script: in pytest's own process another test may have started a resource tracker, which then clears
     # up after these ranks only when pytest ends.
     (folder := tmp_path / "pids").mkdir()
