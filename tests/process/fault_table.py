@@ -92,7 +92,6 @@ class Expected:
 
 
 def reason_against(cell: Cell) -> str:
-    """Return why a cell makes no sense; nothing where it does."""
     if cell.who == "main" and cell.strategy == "ddp":
         return "under ddp the main process is rank 0: the line of rank 0 says it"
     if cell.who == "main" and cell.how == "hangs inside a collective":

@@ -38,8 +38,6 @@ _MAIN_HANGS_S = 4.0  # the ranks do not need a main process that is no rank: it 
 
 @dataclass(frozen=True)
 class Fault:
-    """The fault of a cell; None for a run without a fault."""
-
     cell: Cell | None
     folder: str  # where the processes of the job write their reports
     delay_s: float = 0.0  # the fault happens so much later
@@ -47,7 +45,6 @@ class Fault:
     leaves_things: bool = False  # the main process leaves one of each thing behind that the tests look for
 
     def happen_if_due(self, when: str, strategy: DDPStrategy, step: int = 1) -> None:
-        """Fail, if this is the phase, the step and the process of the fault."""
         cell = self.cell
         if cell is None or cell.when != when or step != self.step:
             return
@@ -62,7 +59,6 @@ class Fault:
             _wait_for(Path(self.folder, "stamp"))  # however slow it is
 
     def happen(self) -> None:
-        """Write down the time, and fail in the way of the cell."""
         assert self.cell is not None
         how = self.cell.how
         stamp = Path(self.folder, "stamp")

@@ -161,13 +161,10 @@ def handle_own_signal(_: Strategy) -> None:
     signal.raise_signal(signal.SIGUSR1)
 
 
-def asyncio_handler() -> None:
-    async def run() -> None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print, "the main process's")
-        strategy_of("fork").launch(handle_own_signal)
-        await asyncio.sleep(0.1)
-
-    asyncio.run(run())
+async def asyncio_handler() -> None:
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print, "the main process's")
+    strategy_of("fork").launch(handle_own_signal)
+    await asyncio.sleep(0.1)
 
 
 def good_without_timer(strategy: Strategy) -> str:
@@ -175,22 +172,18 @@ def good_without_timer(strategy: Strategy) -> str:
     return good(strategy)
 
 
-def full_wake_up(method: str) -> None:
+async def full_wake_up(method: str) -> None:
     """Launch in an event loop whose wake-up descriptor is full, while a timer goes on to send signals."""
-
-    async def run() -> None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print)  # sets the descriptor
-        wakes = signal.set_wakeup_fd(-1)
-        signal.set_wakeup_fd(wakes)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                os.write(wakes, bytes(1))
-        signal.signal(signal.SIGALRM, lambda *_: None)
-        signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
-        report(partial(strategy_of(method).launch, good_without_timer))
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-    asyncio.run(run())
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print)  # sets the descriptor
+    wakes = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(wakes)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(wakes, bytes(1))
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+    report(partial(strategy_of(method).launch, good_without_timer))
+    signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def kill_forkserver(folder: str) -> None:
@@ -487,4 +480,6 @@ def descriptors(method: str) -> None:
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]](*sys.argv[2:])
+    result = globals()[sys.argv[1]](*sys.argv[2:])
+    if asyncio.iscoroutine(result):
+        asyncio.run(result)

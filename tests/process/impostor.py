@@ -73,7 +73,6 @@ class Impostor:
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> None:
-        """Connect to new ports and answer, until the parent has ended."""
         parent = os.getppid()
         self._write("ready", "")
         while os.getppid() == parent:

@@ -56,8 +56,6 @@ def forge_outcomes(address: tuple[str, int]) -> None:
 
 
 class Prepared(DDPStrategy):
-    """One of its ranks connects late."""
-
     def setup_environment(self) -> None:
         if self.rendezvous == "tcp" and self.job.worker.address is not None:
             forge_outcomes(self.job.worker.address)

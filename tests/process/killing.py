@@ -70,8 +70,6 @@ class SlowlyTrained(Net):
 
 
 class SlowlySaved(ThroughTorch):
-    """Saves slowly, with the file half written, and records it."""
-
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
         note("saving")
         super().save_checkpoint({**checkpoint, "pause": Pause()}, path)

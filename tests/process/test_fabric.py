@@ -19,7 +19,6 @@ from tests.unit.fabric.helpers import Classifier, data, fabric, largest_differen
 
 
 def trained(one: Fabric, path: Path) -> dict[str, Any]:
-    """Train in several ways, with shuffled data; save and load; return what the ranks have."""
     weights = {"plain": train(one), "accumulated": train(one, accumulate=2, clip=0.05)}
     module = one.setup(Classifier())
     one.save(path, {"model": module, "weights": weights["plain"]})

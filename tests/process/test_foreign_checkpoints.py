@@ -33,7 +33,6 @@ def train(strategy: str, folder: str | Path, epochs: int, **options: Any) -> Mod
 
 
 def resume(strategy: str, folder: Path, path: Path, run_script: ScriptRunner) -> str:
-    """Train another epoch from a checkpoint; return the error, if any."""
     if strategy == "ddp":
         variables = with_tests({"PYTEST_CURRENT_TEST": None})  # it imports pytest, and is not run by it
         return run_script(SCRIPT, str(folder), str(path), env=variables).stderr

@@ -1,17 +1,14 @@
-"""Forking a process that has used several threads; processes that a rank forks end with it."""
+"""Forking a process that has used several threads; what a rank forks ends with it."""
 
 import gc
 import os
 import signal
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
-from rankwise.errors import WorkerKilledError
 from rankwise.strategies import Strategy
 from rankwise.testing import run_distributed
 from tests.helpers.load import slowdown
@@ -135,30 +132,6 @@ GONE_S = 4.0
 """The limit for processes that were told to end. A loader's worker that notices itself takes over 5 s."""
 
 
-class SlowNumbers(torch.utils.data.Dataset[int]):
-    """Numbers, of which the later ones take a minute; each worker process writes down its pid."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-
-    def __len__(self) -> int:
-        return 100
-
-    def __getitem__(self, index: int) -> int:
-        Path(self.folder, f"worker-{os.getpid()}").touch()
-        if index >= 4:
-            time.sleep(60)
-        return index
-
-
-def load_and_die(strategy: Strategy, folder: str) -> None:
-    for count, _ in enumerate(DataLoader(SlowNumbers(folder), num_workers=2)):
-        if count == 1:
-            strategy.barrier()
-            if strategy.global_rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-
 def are_gone(pids: list[int], within_s: float) -> bool:
     deadline = time.monotonic() + within_s * slowdown()
     while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
@@ -166,18 +139,6 @@ def are_gone(pids: list[int], within_s: float) -> bool:
             return False
         time.sleep(0.02)
     return True
-
-
-@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
-def test_data_workers_leave_with_a_killed_rank(start_method: str, tmp_path: Path) -> None:
-    """A rank is killed while its loader workers sleep: the job and the workers end in time."""
-    start = time.monotonic()
-    with pytest.raises(WorkerKilledError, match="global_rank=1"):
-        ddp(start_method).launch(load_and_die, str(tmp_path))
-    assert time.monotonic() - start < 40  # and not after the minute for which they sleep
-    pids = [int(path.name.partition("-")[2]) for path in tmp_path.glob("worker-*")]
-    assert len(pids) == 4
-    assert are_gone(pids, within_s=GONE_S)
 
 
 MAIN_KILLED = """

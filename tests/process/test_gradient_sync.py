@@ -35,7 +35,6 @@ def weights(module: nn.Module) -> Tensor:
 
 
 def gradients(module: nn.Module, wrapped: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the gradients of the module's mean squared error."""
     x, y = batch
     nn.functional.mse_loss(wrapped(x), y).backward()
     return flat_gradients(module)
@@ -45,9 +44,11 @@ def flat_gradients(module: nn.Module) -> Tensor:
     return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
 
 
-def fitted(arguments: dict[str, Any], max_steps: int) -> tuple[Trainer, Regression]:
-    trainer, module = trainer_on(arguments, max_steps), Regression("adam")
-    trainer.fit(module, loader(64, 4))
+def fitted(
+    arguments: dict[str, Any], max_steps: int, module: Regression | None = None, **options: Any
+) -> tuple[Trainer, Regression]:
+    trainer, module = trainer_on(arguments, max_steps), module or Regression("adam")
+    trainer.fit(module, loader(64, 4), **options)
     return trainer, module
 
 
@@ -61,14 +62,12 @@ def test_hook_memory_goes_through_a_checkpoint(tmp_path: Path) -> None:
     states = checkpoint.pop("comm_hooks")
     assert [[entry["iter"] for entry in entries] for entries in states] == [[5], [5]]
 
-    resumed, resumed_module = trainer_on(POWERSGD, 8), Regression("adam")
-    resumed.fit(resumed_module, loader(64, 4), ckpt_path=tmp_path / "five.ckpt")
-    torch.testing.assert_close(weights(resumed_module), weights(whole), rtol=0, atol=0)
+    _, resumed = fitted(POWERSGD, 8, ckpt_path=tmp_path / "five.ckpt")
+    torch.testing.assert_close(weights(resumed), weights(whole), rtol=0, atol=0)
 
-    forgetful, forgetful_module = trainer_on(POWERSGD, 8), Regression("adam")
     torch.save(checkpoint, tmp_path / "less.ckpt")
-    forgetful.fit(forgetful_module, loader(64, 4), ckpt_path=tmp_path / "less.ckpt")
-    assert not torch.allclose(weights(forgetful_module), weights(whole), rtol=0, atol=1e-6)
+    _, forgetful = fitted(POWERSGD, 8, ckpt_path=tmp_path / "less.ckpt")
+    assert not torch.allclose(weights(forgetful), weights(whole), rtol=0, atol=1e-6)
     names = {name for name, _ in module.named_parameters()}
     assert stopped.strategy.gradients.gathered_states()[1][0]["errors"].keys() == names
 
@@ -127,20 +126,15 @@ def test_optimizer_state_of_a_sharded_optimizer(tmp_path: Path) -> None:
     expected_module.configure_optimizers = lambda: adam  # type: ignore[method-assign]  # for once
     quiet_trainer("single_device", 1, max_steps=6).fit(expected_module, loader(64, 8))
 
-    trainer, module = trainer_on({}, 3), Sharded()
-    trainer.fit(module, loader(64, 4))
+    trainer, module = fitted({}, 3, Sharded())
+    trainer.save_checkpoint(tmp_path / "three.ckpt")
     trainer.max_steps = 6
     trainer.fit(module, loader(64, 4))
-    torch.testing.assert_close(weights(module), weights(expected_module), rtol=0, atol=1e-9)
-
-    first = trainer_on({}, 3)
-    first.fit(Sharded(), loader(64, 4))
-    first.save_checkpoint(tmp_path / "three.ckpt")
     [saved] = torch.load(tmp_path / "three.ckpt", weights_only=True)["optimizer_states"]
     assert set(saved["state"]) == set(range(4))
-    resumed, resumed_module = trainer_on({}, 6), Sharded()
-    resumed.fit(resumed_module, loader(64, 4), ckpt_path=tmp_path / "three.ckpt")
-    torch.testing.assert_close(weights(resumed_module), weights(expected_module), rtol=0, atol=1e-9)
+    _, resumed = fitted({}, 6, Sharded(), ckpt_path=tmp_path / "three.ckpt")
+    for each in (module, resumed):
+        torch.testing.assert_close(weights(each), weights(expected_module), rtol=0, atol=1e-9)
 
 
 @pytest.mark.quick
@@ -148,7 +142,7 @@ def test_averaging_refuses_a_sharded_optimizer() -> None:
     """The error of every rank is the one that says so."""
     arguments = {"comm_hook": "post_localsgd", "model_averaging_period": 2}
     with pytest.raises(WorkerRaisedError, match="ZeroRedundancyOptimizer") as caught:
-        trainer_on(arguments, 3).fit(Sharded(), loader(64, 4))
+        fitted(arguments, 3, Sharded())
     assert caught.value.exception_type == ConfigurationError.__name__
 
 
@@ -205,13 +199,12 @@ class Partial(Regression):
 def test_unused_parameters_are_named() -> None:
     """DDP's error comes back with the names, by rank, from the first step."""
     with pytest.raises(WorkerRaisedError, match="2 parameters of Partial") as caught:
-        trainer_on({}, 1).fit(Partial(), loader(64, 4))
+        fitted({}, 1, Partial())
     assert caught.value.exception_type == UnusedParametersError.__name__
     assert "unused on global_rank=0: 'spare.weight', 'spare.bias'" in str(caught.value)
 
 
 def check_on_processes(case: Case) -> None:
-    """Real processes on gloo have one process's weights."""
     strategy = ddp("fork", devices=case.world_size, **case.strategy_options)
     trainer, module = quiet_trainer(strategy, case.world_size, **case.trainer_options), Model(case)
     trainer.fit(module, case_loader(case))

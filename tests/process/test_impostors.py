@@ -56,7 +56,6 @@ def beside_a_stranger() -> Iterator[tuple[str, dict[str, str | None]]]:
 def attack(
     beside_a_stranger: tuple[str, dict[str, str | None]], run_script: ScriptRunner
 ) -> Iterator[Attack]:
-    """Give a function that runs a job which an impostor attacks, and checks how it ends."""
     namespace, stranger = beside_a_stranger
     with tempfile.TemporaryDirectory(dir="/tmp") as name:  # `tmp_path` is closed to another user
         Path(name).chmod(0o711)

@@ -28,7 +28,6 @@ SCRIPT = """
 
 
 def start(run_script: ScriptRunner, strategy: str, folder: Path, *more: str) -> RunningScript:
-    """Begin to train on two ranks; return when both have made a few steps."""
     running = run_script.start(SCRIPT, strategy, str(folder), *more, env=with_tests(), siblings=1)
     running.wait_for("training", count=2, timeout=60)
     return running
@@ -69,8 +68,7 @@ def check_kept(result: ScriptResult, folder: Path, *, sigterm: bool) -> None:
 )
 def test_ctrl_c(strategy: str, who: str, workers: str, run_script: ScriptRunner, tmp_path: Path) -> None:
     """All ranks stop after one step, with a checkpoint; the caller has the state, and what Ctrl-C raises."""
-    running = start(run_script, strategy, tmp_path, workers)
-    result = interrupt(running, who)
+    result = interrupt(start(run_script, strategy, tmp_path, workers), who)
     assert result.stderr.count("Traceback (most recent call last)") == 1, result
     check_kept(result, tmp_path, sigterm=False)
 
@@ -78,8 +76,7 @@ def test_ctrl_c(strategy: str, who: str, workers: str, run_script: ScriptRunner,
 @pytest.mark.parametrize("who", ["group", pytest.param("main", marks=pytest.mark.soak)])
 def test_ctrl_c_in_an_elastic_job(who: str, run_script: ScriptRunner, tmp_path: Path) -> None:
     """All ranks stop after one step, with a checkpoint; the caller does not have the state."""
-    running = start(run_script, "ddp_elastic", tmp_path)
-    interrupt(running, who)
+    interrupt(start(run_script, "ddp_elastic", tmp_path), who)
     check_end(tmp_path)
 
 

@@ -196,7 +196,7 @@ def test_ranks_that_end_before_they_are_waited_for(monkeypatch: pytest.MonkeyPat
     begin = Supervisor.begin_job
     monkeypatch.setattr(Supervisor, "begin_job", begin_late)
     assert ddp("fork", "tcp").launch(lambda _: os.environ["RANK"], init_process_group=False) == "0"
-    with pytest.raises(WorkerRaisedError, match="division by zero"):
+    with pytest.raises(WorkerRaisedError, match="ZeroDivisionError"):
         ddp("fork", "tcp").launch(lambda _: 1 // 0, init_process_group=False)
 
 
@@ -314,7 +314,6 @@ def test_the_user_makes_the_group_of_a_later_launch() -> None:
 
 
 def as_torchrun_starts(strategy: Strategy, **options: Any) -> list[float]:
-    """Run a program of torchrun's twice, whose functions were imported before the job."""
     totals = []
     for _ in range(2):
         early_init("gloo", **options)

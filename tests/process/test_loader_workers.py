@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from rankwise.data.batches import SizedBatches
 from rankwise.strategies import Strategy
 from tests.helpers import processes
+from tests.helpers.load import slowdown
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import combinations, ddp, with_tests
 
@@ -90,9 +91,9 @@ class Busy(Dataset[int]):
 
 
 def load_and_die(strategy: Strategy, folder: str, method: str) -> None:
-    batches = iter(DataLoader(Busy(folder), num_workers=1, multiprocessing_context=method))
+    batches = iter(DataLoader(Busy(folder), num_workers=2, multiprocessing_context=method))
     next(batches)
-    while len(list(Path(folder).iterdir())) < strategy.world_size:
+    while len(list(Path(folder).iterdir())) < 2 * strategy.world_size:
         time.sleep(0.05)
     if strategy.global_rank > 0:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -101,7 +102,7 @@ def load_and_die(strategy: Strategy, folder: str, method: str) -> None:
 
 def alive_after(seconds: float, folder: Path) -> list[psutil.Process]:
     pids = {int(path.name) for path in folder.iterdir()}
-    assert len(pids) == 2
+    assert len(pids) == 4
     return processes.wait_until_gone(lambda: [p for p in psutil.process_iter() if p.pid in pids], seconds)
 
 
@@ -114,14 +115,18 @@ SCRIPT = """
     if __name__ == "__main__":
         try:
             ddp(sys.argv[1]).launch(load_and_die, *sys.argv[2:])
-        except WorkerKilledError:
-            print("killed", flush=True)
+        except WorkerKilledError as error:
+            print("killed", error.global_rank, flush=True)
 """
 
 
 @pytest.mark.parametrize(
     ("start_method", "method"),
-    combinations(("fork", "popen"), ("forkserver", "spawn"), quick=[("fork", "forkserver")]),
+    combinations(
+        ("fork", "forkserver", "popen"),
+        ("fork", "forkserver", "spawn"),
+        quick=[("fork", "fork"), ("forkserver", "fork"), ("fork", "forkserver")],
+    ),
 )
 def test_a_busy_worker_that_is_no_fork_ends_with_its_rank(
     start_method: str, method: str, tmp_path: Path, run_script: ScriptRunner
@@ -132,8 +137,9 @@ def test_a_busy_worker_that_is_no_fork_ends_with_its_rank(
     (folder := tmp_path / "pids").mkdir()
     environment = with_tests({"PYTEST_CURRENT_TEST": None})  # it imports pytest, and is not run by it
     running = run_script.start(SCRIPT, start_method, str(folder), method, env=environment, siblings=1)
-    running.wait_for("killed", timeout=90)
-    assert not alive_after(10.0, folder)
+    running.wait_for("killed 1", timeout=90)
+    # A fork that notices by itself that its rank is gone takes over 5 s.
+    assert not alive_after(slowdown() * (4.0 if method == "fork" else 10.0), folder)
     assert running.finish(timeout=60).returncode == 0
 
 

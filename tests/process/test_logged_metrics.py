@@ -134,8 +134,6 @@ def test_lists_of_unequal_lengths() -> None:
 
 
 class OverSomeRanks(Regression):
-    """Logs values of rank 0 alone, of a group of ranks, and of the batches of a validation."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[dict[str, float]] = []
@@ -390,7 +388,6 @@ def with_words(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
 
 
 def features_first(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Collate with the batch in the last dimension."""
     return torch.stack([x for x, _ in samples], dim=1), torch.stack([y for _, y in samples], dim=1)
 
 

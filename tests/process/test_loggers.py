@@ -66,7 +66,6 @@ def lines(folder: Path) -> list[dict[str, str]]:
 
 
 def run_of(folder: Path) -> Any:
-    """Return MLflow's only run, and its client."""
     from mlflow import MlflowClient
 
     client = MlflowClient((folder / "mlflow").as_uri())
