@@ -39,18 +39,40 @@ def run(run_script: ScriptRunner, *program: str, env: Mapping[str, str | None] |
     return start(run_script, *program, env=env).finish(timeout=240)
 
 
-MODULE = """
-import json, os, signal, sys, time, warnings
+BEGIN = """
+import json, os, pickle, signal, sys, time, warnings
 from pathlib import Path
 sys.modules["mpi4py.MPI"] = None  # Lightning's detection starts MPI, where it is installed
 
 import torch
 from lightning import pytorch as pl
 from torch.utils.data import DataLoader, TensorDataset
-import rankwise.integrations.lightning
 
 warnings.filterwarnings("ignore")
 QUIET = dict(accelerator="cpu", enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1)
+
+class Data(pl.LightningDataModule):
+    def __init__(self, batch_size):
+        super().__init__()
+        self.save_hyperparameters()
+        self.prepared, self.stages = 0, []
+
+    def prepare_data(self):
+        self.prepared += 1
+
+    def setup(self, stage):
+        self.stages.append(stage)
+        x = torch.arange(64.0).view(16, 4).sin()
+        self.data = TensorDataset(x, x.sum(1, keepdim=True))
+
+    def train_dataloader(self):
+        return DataLoader(self.data, batch_size=self.hparams.batch_size)
+
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+"""
+
+MODULE = """
+import rankwise.integrations.lightning
 
 class Module(pl.LightningModule):
     def __init__(self):
@@ -84,20 +106,6 @@ class Ends(pl.Callback):
 
     def on_train_epoch_end(self, trainer, pl_module):
         self.epochs += 1
-
-class Data(pl.LightningDataModule):
-    def __init__(self, batch_size):
-        super().__init__()
-        self.batch_size = batch_size
-        self.stages = []
-
-    def setup(self, stage):
-        self.stages.append(stage)
-
-    def train_dataloader(self):
-        return loader(self.batch_size)
-
-    val_dataloader = train_dataloader
 
 def run(batch_size, folder, **arguments):
     pl.seed_everything(1, workers=True, verbose=False)
@@ -156,7 +164,7 @@ def check_rows(own: Any, expected: Any) -> None:
 )
 def test_two_ranks_are_one(run_script: ScriptRunner, how: str) -> None:
     """Two fits, validation and prediction leave what Lightning leaves after them in one process."""
-    alone, together = last_line(run(run_script, MODULE + STAGES, how))
+    alone, together = last_line(run(run_script, BEGIN + MODULE + STAGES, how))
     for name in ("metrics", "validated"):
         assert together[name] == pytest.approx(alone[name], abs=1e-6)
     for own, expected in zip(together["weights"], alone["weights"], strict=True):
@@ -213,7 +221,7 @@ def test_a_rank_that_fails(
     run_script: ScriptRunner, how: str, what: str, expected: str, text: str, exit_code: int
 ) -> None:
     """The failure of another rank is rankwise's exception within two seconds; callbacks learn of it."""
-    result = run(run_script, MODULE + FAILURE, how, what, env=WITHOUT_COVERAGE)
+    result = run(run_script, BEGIN + MODULE + FAILURE, how, what, env=WITHOUT_COVERAGE)
     assert result.returncode == exit_code, result
     assert f"on_exception {expected}" in result.stdout, result
     last = [line for line in result.stdout.splitlines() if line.startswith("[")][-1]
@@ -230,7 +238,7 @@ def test_a_rank_that_fails(
 )
 def test_a_rank_of_torchrun_that_fails(run_script: ScriptRunner, what: str, text: str) -> None:
     """Its failure is the one that torchrun reports; no rank stays in a signal handler of Lightning's."""
-    running = start(run_script, MODULE + FAILURE, TORCHRUN, what, env=WITHOUT_COVERAGE)
+    running = start(run_script, BEGIN + MODULE + FAILURE, TORCHRUN, what, env=WITHOUT_COVERAGE)
     result = running.finish(timeout=60)
     ended_s = time.monotonic()
     assert result.returncode == 1, result
@@ -260,7 +268,7 @@ def test_a_signal_ends_all_ranks(
     run_script: ScriptRunner, how: str, number: signal.Signals, exit_code: int
 ) -> None:
     """Ctrl-C, and SIGTERM, end every rank, also one that sleeps and one that waits in a collective."""
-    running = start(run_script, MODULE + SLOW, how, env=WITHOUT_COVERAGE)
+    running = start(run_script, BEGIN + MODULE + SLOW, how, env=WITHOUT_COVERAGE)
     running.wait_for("training", count=4, timeout=120)
     sent_s = time.monotonic()
     running.send_signal_to_group(number) if number == signal.SIGINT else running.send_signal(number)
@@ -406,7 +414,7 @@ if __name__ == "__main__":
 @pytest.mark.quick
 def test_a_cluster_environment_of_lightnings(run_script: ScriptRunner) -> None:
     """One given as a plug-in determines ranks and address, in Lightning's Trainer and in rankwise's."""
-    path, port = run_script.write(MODULE + OWN_ENVIRONMENT), str(free_port())
+    path, port = run_script.write(BEGIN + MODULE + OWN_ENVIRONMENT), str(free_port())
     ranks = [{"OUR_RANK": str(rank), "OUR_PORT": port} for rank in range(2)]
     running = [run_script.start(path, env=each, preload=IMPORTED) for each in ranks]
     shells = [last_line(each.finish()) for each in running]
