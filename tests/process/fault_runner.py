@@ -39,15 +39,7 @@ class Outcome:
     output: str  # what all its processes printed
 
 
-@dataclass(frozen=True)
-class _Watched:
-    """What was seen of a job's processes; the times are of `time.monotonic`."""
-
-    started_at_s: float
-    ranks_gone_at_s: float
-    gone_at_s: float
-    exit_code: int
-    left: list[str]
+_Watched = tuple[float, float, float, int, list[str]]
 
 
 class FaultRunner:
@@ -63,36 +55,31 @@ class FaultRunner:
         self.interpreter: PreloadedInterpreter | None = None
 
     def __call__(
-        self,
-        cell: Cell | None,
-        start_method: str,
-        delay_s: float = 0.0,
-        step: int = 1,
-        *,
-        leaves_things: bool = False,
-        outlives_s: float = OUTLIVES_S,
+        self, cell: Cell | None, start_method: str, outlives_s: float = OUTLIVES_S, **fault_options: Any
     ) -> Outcome:
         """Run one job. A process that outlives the main process by `outlives_s` counts as left behind."""
         self._number += 1
         folder = self._folder / str(self._number)
         folder.mkdir(parents=True)
         shared_memory = leak_checks.SharedMemory()
-        fault = Fault(cell, str(folder), delay_s, step, leaves_things)
+        fault = Fault(cell, str(folder), **fault_options)
         try:
-            job = self._run(fault, start_method, outlives_s)
+            started_at_s, ranks_gone_at_s, gone_at_s, exit_code, left = self._run(
+                fault, start_method, outlives_s
+            )
         except BaseException:
             self.close()
             raise
-        left = [*job.left, *leak_checks.wait_until_clean([shared_memory], timeout_s=0.5), *files_left(folder)]
+        left += [*leak_checks.wait_until_clean([shared_memory], timeout_s=0.5), *files_left(folder)]
         report, problem = report_of(fault)
         left += [problem] if problem else []
         stamp = folder / "stamp"
-        began_s = float(stamp.read_text()) if stamp.exists() else job.started_at_s
+        began_s = float(stamp.read_text()) if stamp.exists() else started_at_s
         return Outcome(
-            job.ranks_gone_at_s - began_s,
-            job.gone_at_s - began_s,
+            ranks_gone_at_s - began_s,
+            gone_at_s - began_s,
             report["raised_at_s"] - began_s if report else -1.0,
-            job.exit_code,
+            exit_code,
             str(report["exception"]) if report else UNDISTURBED,
             tuple(rank for rank in report.get("ranks", ()) if rank is not None),
             (*left, *report.get("left", ())),
@@ -105,6 +92,7 @@ class FaultRunner:
         self.interpreter = None
 
     def _run(self, fault: Fault, start_method: str, outlives_s: float) -> _Watched:
+        """Return when the job began, its ranks and main had gone, by `monotonic`; exit code; what is left."""
         if self.interpreter is None:
             self.interpreter = PreloadedInterpreter(["tests.process.fault_tasks"], _variables({}))
         folder = Path(fault.folder)
@@ -116,7 +104,7 @@ class FaultRunner:
             left = [processes.describe(process) for process in _living(main.pid, folder)]
         finally:
             processes.kill(_living(main.pid, folder))
-        return _Watched(started_at_s, *times, program.wait(), left)
+        return started_at_s, *times, program.wait(), left
 
     def _watch(
         self, main: psutil.Process, fault: Fault, started: float, outlives_s: float
@@ -223,7 +211,7 @@ def _processes_of(session_id: int) -> list[psutil.Process]:
 
 
 def _living(session_id: int, folder: Path) -> list[psutil.Process]:
-    # some may be in other sessions
+    """Return the living processes of a job, those in other sessions included."""
     return processes.wait_until_gone(
         lambda: processes.in_session(session_id) | processes.with_marker(marker_of(folder)), timeout_s=0
     )

@@ -128,9 +128,8 @@ def expected(cell: Cell) -> Expected:
 def _of_a_mere_launcher(cell: Cell) -> Expected:
     """Return what comes of a main process that is no rank: what it raises itself is nobody else's failure.
 
-    Its ranks need it for nothing but the store. While it is suspended, or busy with what is its own, they
-    go on and leave by themselves; it sees how they ended when it goes on. Those that still have to meet wait
-    for `init_timeout`, and those that have yet to agree that training is over, for `timeout`.
+    While it does not go on, its ranks do, and leave; it sees later how they ended. Those that still have to
+    meet wait for `init_timeout`, and those that have yet to agree that training is over, for `timeout`.
     """
     if cell.how == "raises":
         return Expected("ValueError", None, 1)

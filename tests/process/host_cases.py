@@ -65,9 +65,6 @@ def stubborn(strategy: Strategy) -> None:
             time.sleep(60)
 
 
-JOBS: dict[str, Callable[[Strategy], object]] = {"good": good, "bad": bad, "stubborn": stubborn}
-
-
 def report(launch: Callable[[], object], errors: type[Exception] = WorkerError) -> None:
     try:
         print(launch())
@@ -132,7 +129,7 @@ SITUATIONS: dict[str, Callable[[], object]] = {
 def in_situation(situation: str, method: str, *names: str) -> None:
     SITUATIONS[situation]()
     for name in names:
-        report(partial(strategy_of(method).launch, JOBS[name]))
+        report(partial(strategy_of(method).launch, globals()[name]))
 
 
 def patched_threads(method: str, devices: str) -> None:
@@ -149,11 +146,6 @@ def patched_threads(method: str, devices: str) -> None:
 
 def blocked_signals(strategy: Strategy) -> set[signal.Signals]:
     return {signal.SIGTERM, signal.SIGUSR1} & signal.pthread_sigmask(signal.SIG_BLOCK, ())
-
-
-def elastic_blocked(method: str) -> None:
-    SITUATIONS["blocked"]()
-    print(strategy_of(f"elastic-{method}").launch(blocked_signals))
 
 
 def handle_own_signal(_: Strategy) -> None:
@@ -197,7 +189,7 @@ def kill_forkserver(folder: str) -> None:
 def after_the_kill(strategy: Strategy, name: str, folder: str) -> object:
     Path(folder, "up").touch()
     wait_for(Path(folder, "killed"))
-    return JOBS[name](strategy)
+    return globals()[name](strategy)
 
 
 def wait_for(path: Path) -> None:
@@ -286,8 +278,7 @@ def wait_swallowing() -> None:
 
 
 def wait_for_a_reader() -> None:
-    """Print to a pipe that is full."""
-    os.dup2(os.pipe()[1], 1)
+    os.dup2(os.pipe()[1], 1)  # which is full before all is written
     print("x" * 1_000_000, flush=True)
 
 
@@ -355,15 +346,8 @@ def interrupted() -> None:
         print("interrupted")
 
 
-def fail_while_sleeping(strategy: Strategy) -> None:
-    strategy.barrier()
-    if strategy.global_rank == 1:
-        raise ValueError
-    time.sleep(60)
-
-
 def without_grace() -> None:
-    report(partial(strategy_of("popen", grace_period_s=0).launch, fail_while_sleeping))
+    report(partial(strategy_of("popen", grace_period_s=0).launch, wait_or_end, "", "raise"))
 
 
 def launch_in_a_thread() -> None:

@@ -106,7 +106,7 @@ def test_random_faults(runs: int, strategies: tuple[str, ...], part: int, run: F
     found: dict[str, list[str]] = {}
     for number in range(runs):
         cell, delay_s, step = _draw(chance, cells)
-        outcome = run(cell, cell.start_method, delay_s, step)
+        outcome = run(cell, cell.start_method, delay_s=delay_s, step=step)
         print(f"{number}: {cell}, {delay_s:.2f} s later, step {step}: {outcome.gone_after_s:.2f} s")
         if problem := wrong(cell, outcome):
             found[f"{number}: {cell}"] = [*problem, outcome.output]

@@ -181,12 +181,9 @@ def test_one_model_is_validated_and_saved(tmp_path: Path) -> None:
     apart, module = Apart(), Regression()
     callbacks = [apart, ModelCheckpoint(tmp_path, every_n_train_steps=7, save_last=True)]
     options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": callbacks, "val_check_interval": 3}
-    trainer = trainer_on(arguments, 8, **options)
-    trainer.fit(module, loader(64, 4), loader(10, 4))
-    distances = apart.distances
-    assert [bool(distance) for distance in distances["step"]] == [False, True, True, True] * 2
-    assert distances["validation"] == [0.0] * 2
-    assert distances["checkpoint"][:1] == [0.0]
+    trainer_on(arguments, 8, **options).fit(module, loader(64, 4), loader(10, 4))
+    assert [bool(distance) for distance in apart.distances["step"]] == [False, True, True, True] * 2
+    assert (apart.distances["validation"], apart.distances["checkpoint"][:1]) == ([0.0] * 2, [0.0])
 
 
 class Partial(Regression):
@@ -205,9 +202,8 @@ def test_unused_parameters_are_named() -> None:
 
 
 def check_on_processes(case: Case) -> None:
-    strategy = ddp("fork", devices=case.world_size, **case.strategy_options)
-    trainer, module = quiet_trainer(strategy, case.world_size, **case.trainer_options), Model(case)
-    trainer.fit(module, case_loader(case))
+    strategy, module = ddp("fork", devices=case.world_size, **case.strategy_options), Model(case)
+    quiet_trainer(strategy, case.world_size, **case.trainer_options).fit(module, case_loader(case))
     torch.testing.assert_close(weights(module), expected_weights(case), rtol=0, atol=1e-6)
 
 

@@ -70,7 +70,7 @@ def test_a_killed_rank_of_a_host_that_blocks_signals(method: str, cases: Cases) 
 )
 def test_elastic_ranks_of_a_host_that_blocks_signals(method: str, cases: Cases) -> None:
     """They receive SIGTERM, by which torch's agent ends them, and no other signal that was blocked."""
-    result = cases("elastic_blocked", method)
+    result = cases("in_situation", "blocked", f"elastic-{method}", "blocked_signals")
     assert result.stdout == "{<Signals.SIGUSR1: 10>}\n", result
 
 
@@ -97,11 +97,10 @@ def test_a_forkserver_that_is_killed_during_a_job(name: str, cases: Cases, tmp_p
     assert ("fine\nfine" if name == "good" else "WorkerKilledError 1 ") in result.stdout, result
 
 
-@pytest.mark.parametrize("method", METHODS[:1])
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=SOAK)])
-def test_a_title_that_is_cut_within_a_character(rank: int, method: str, cases: Cases) -> None:
+def test_a_title_that_is_cut_within_a_character(rank: int, cases: Cases) -> None:
     """The supervisor reads what /proc says of a rank, whatever bytes that are."""
-    result = cases("cut_title", str(rank), method)
+    result = cases("cut_title", str(rank), "fork")
     assert f"Error {rank} Worker global_rank={rank} " in result.stdout, result
 
 
@@ -112,7 +111,7 @@ def test_a_title_that_is_cut_within_a_character(rank: int, method: str, cases: C
         (["rest_of_a_script"], 3, "the rest\n", "Worker global_rank=1"),  # rank 0 comes to the end of its own
         (["interrupted"], 0, "saved\ninterrupted\n", ""),  # what stopped ranks raise does not end it
         (["busy", "popen", "swallow", "sigterm"], 128 + signal.SIGTERM, ".*", ""),  # after the grace period
-        (["without_grace"], 0, "WorkerRaisedError 1 .*", ""),  # it can be interrupted without one
+        (["without_grace"], 0, ".*WorkerRaisedError 1 .*", ""),  # it can be interrupted without one
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -185,15 +184,13 @@ def test_a_rank_that_nothing_interrupts(how: str, method: str, cases: Cases) -> 
 
 
 HELPER = """
-    import subprocess
-    import sys
+    import subprocess, sys
 
     helper = subprocess.run([sys.executable, "-c", "import rankwise"], capture_output=True, text=True)
     if helper.returncode:
         sys.exit(helper.stderr)
 
     from rankwise.strategies import DDPStrategy
-
     print(DDPStrategy(accelerator="cpu", devices=2, start_method="popen").launch(lambda strategy: "fine"))
 """
 
@@ -210,5 +207,4 @@ def test_a_script_that_launches_in_a_thread(tries: int, cases: Cases) -> None:
     """Python exits only when the threads of the group have ended, whichever thread has launched."""
     for _ in range(tries):
         result = cases("launch_in_a_thread", siblings=1)
-        assert result.returncode == 0, result
-        assert result.stderr == "", result
+        assert (result.returncode, result.stderr) == (0, ""), result

@@ -51,7 +51,7 @@ def caller() -> Iterator[Facts]:
     MEMORY.fill_uninitialized_memory = False
     torch.multiprocessing.set_sharing_strategy("file_system")
     random.random()  # the state is not that of a seed
-    expected, state = {}, ProcessState.of_this_process()
+    state = ProcessState.of_this_process()
     try:
         expected = facts()
         state.take_over()

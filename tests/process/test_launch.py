@@ -98,7 +98,7 @@ def _wakeup_fd() -> int:
 @pytest.fixture(
     params=[
         pytest.param(f"{method}-{rendezvous}", marks=[pytest.mark.soak] * (method == "spawn"))
-        for method in METHODS  # spawn is in test_spawn_does_the_same, too
+        for method in METHODS  # spawn is in test_everything_at_once, too
         for rendezvous in RENDEZVOUS
     ]
 )
@@ -110,7 +110,7 @@ def job(request: pytest.FixtureRequest) -> _Job:
 
 @pytest.fixture(params=["fork", "forkserver"])
 def start_method(request: pytest.FixtureRequest) -> str:
-    """A fast start method; spawn uses the code of forkserver and has a test below."""
+    """A fast start method; spawn uses the code of forkserver, and is in test_everything_at_once."""
     return str(request.param)
 
 
@@ -263,15 +263,6 @@ def echo(strategy: Strategy, tensors: Special, module: Tied) -> tuple[Special, b
     return tensors, is_tied, bool(module.second.weight.eq(module.first.weight).all())
 
 
-def test_arguments_are_copies(start_method: str) -> None:
-    """What a rank does to its arguments does not reach the caller's, nor moves them to shared memory."""
-    module = Tied()
-    before = module.first.weight.detach().clone()
-    ddp(start_method).launch(echo, {}, module)
-    assert torch.equal(module.first.weight, before)
-    assert not module.first.weight.is_shared()
-
-
 def return_weights(strategy: Strategy, module: nn.Module) -> dict[str, torch.Tensor]:
     return module.state_dict()
 
@@ -395,14 +386,6 @@ def launch_within(strategy: Strategy) -> Any:
         return str(error)
 
 
-def test_a_nested_launch_is_refused(start_method: str) -> None:
-    """A launched function that launches the same strategy gets a `LifecycleError`."""
-    strategy = ddp(start_method)
-    strategy.launch(launch_within)
-    for text in strategy.results.values():
-        assert "launch() was called in state 'in a job'" in text
-
-
 def test_what_cannot_be_pickled_is_welcome_under_fork() -> None:
     """Fork pickles nothing on the way in: closures, lambdas and locks work."""
     lock, number = threading.Lock(), 41
@@ -437,10 +420,14 @@ def everything_at_once(strategy: Strategy, tensors: Special, module: Tied) -> Fa
     }
 
 
-def test_spawn_does_the_same() -> None:
-    """Big values, tensors, ties, the user's own group and the refusal of a nested launch, under spawn."""
-    strategy = ddp("spawn", "tcp")
-    strategy.launch(everything_at_once, special_tensors(), Tied(), init_process_group=False)
+@pytest.mark.parametrize("method", METHODS)
+def test_everything_at_once(method: str) -> None:
+    """Big values, tensors, ties, the user's own group; nested launches are refused, arguments are copies."""
+    strategy, module = ddp(method, "tcp"), Tied()
+    before = module.first.weight.detach().clone()
+    strategy.launch(everything_at_once, special_tensors(), module, init_process_group=False)
+    assert torch.equal(module.first.weight, before)
+    assert not module.first.weight.is_shared()
     for rank, facts in strategy.results.items():
         tensors, *ties = facts["echo"]
         assert ties == [True, True]

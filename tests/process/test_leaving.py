@@ -93,9 +93,7 @@ def save_and_fail(strategy: Strategy, who: int, path: str) -> None:
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_failure_does_not_cut_a_checkpoint(
-    who: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_failures_cut_no_checkpoint(who: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """When a rank fails, a thread of rank 0 may finish its checkpoint after the grace period."""
     strategy = ddp("fork", checkpoint_io=AsyncCheckpointIO(Slow(2.5)), grace_period_s=0.2)
     began = time.monotonic()
@@ -184,9 +182,7 @@ FITS = """
     "strategies",
     [["single_device", "ddp_fork"], ["ddp"], pytest.param(["ddp_spawn"], marks=pytest.mark.soak)],
 )
-def test_nothing_is_left_in_the_temporary_folder(
-    strategies: list[str], run_script: ScriptRunner, tmp_path: Path
-) -> None:
+def test_no_temporary_files_are_left(strategies: list[str], run_script: ScriptRunner, tmp_path: Path) -> None:
     """A job leaves no file there, nor the folder that torch makes for what it would compile."""
     (folder := tmp_path / "temporary").mkdir()
     variables = with_tests({"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": None})

@@ -52,7 +52,7 @@ warnings.filterwarnings("ignore")
 QUIET = dict(accelerator="cpu", enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1)
 
 class Data(pl.LightningDataModule):
-    def __init__(self, batch_size):
+    def __init__(self, batch_size, rows=16):
         super().__init__()
         self.save_hyperparameters()
         self.prepared, self.stages = 0, []
@@ -62,7 +62,7 @@ class Data(pl.LightningDataModule):
 
     def setup(self, stage):
         self.stages.append(stage)
-        x = torch.arange(64.0).view(16, 4).sin()
+        x = torch.arange(4.0 * self.hparams.rows).view(-1, 4).sin()
         self.data = TensorDataset(x, x.sum(1, keepdim=True))
 
     def train_dataloader(self):
@@ -109,7 +109,7 @@ class Ends(pl.Callback):
 
 def run(batch_size, folder, **arguments):
     pl.seed_everything(1, workers=True, verbose=False)
-    module, ends, data = Module(), Ends(), Data(batch_size)
+    module, ends, data = Module(), Ends(), Data(batch_size, 8)
     best = pl.callbacks.ModelCheckpoint(monitor="val", save_top_k=1, dirpath=folder)
     logger = pl.loggers.CSVLogger(folder)
     trainer = pl.Trainer(max_epochs=3, callbacks=[ends, best], logger=logger, **arguments, **QUIET)
@@ -297,15 +297,12 @@ def main(fabric):
         optimizer.step()
     ranks = fabric.all_gather(torch.tensor(fabric.global_rank)).tolist()
     return model.module.weight.tolist(), ranks
-
-def create(strategy):
-    return Fabric(accelerator="cpu", devices=2, strategy=strategy)
 """
 
 FUNCTION = """
 if __name__ == "__main__":
     alone, _ = Fabric(accelerator="cpu", devices=1).launch(main)
-    fabric = create(sys.argv[1])
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=sys.argv[1])
     together, ranks = fabric.launch(main)
     if fabric.is_global_zero:
         print(json.dumps([alone[0], together[0], ranks]))
@@ -313,7 +310,7 @@ if __name__ == "__main__":
 
 REST_OF_SCRIPT = """
 alone, _ = Fabric(accelerator="cpu", devices=1).launch(main)
-fabric = create(sys.argv[1])
+fabric = Fabric(accelerator="cpu", devices=2, strategy=sys.argv[1])
 fabric.launch()
 fabric.launch()  # does nothing
 together, ranks = main(fabric)
@@ -352,30 +349,18 @@ def test_a_rank_of_fabric_exits(run_script: ScriptRunner) -> None:
 
 OWN_ENVIRONMENT = """
 from lightning.fabric.plugins import ClusterEnvironment
-
 import rankwise.lightning as rl
 
-class Shells(ClusterEnvironment):
-    # Two shells on one machine.
+class Shells(ClusterEnvironment):  # two shells on one machine
     creates_processes_externally = True
     main_address = "127.0.0.1"
     main_port = property(lambda self: int(os.environ["OUR_PORT"]))
     ended = 0
 
-    @staticmethod
-    def detect():
-        return False
-
-    def world_size(self):
-        return 2
-
-    def global_rank(self):
-        return int(os.environ["OUR_RANK"])
-
-    local_rank = global_rank
-
-    def node_rank(self):
-        return 0
+    detect = staticmethod(lambda: False)
+    world_size = lambda self: 2
+    node_rank = lambda self: 0
+    global_rank = local_rank = lambda self: int(os.environ["OUR_RANK"])
 
     def set_world_size(self, size):
         assert size == 2

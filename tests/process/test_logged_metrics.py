@@ -30,6 +30,16 @@ def trainer_on(world_size: int, **options: Any) -> Trainer:
     return quiet_trainer("ddp_fork" if world_size > 1 else "single_device", world_size, **options)
 
 
+def evaluated(world_size: int, module: Regression, samples: int, batch_size: int) -> dict[str, float]:
+    return dict(trainer_on(world_size).test(module, loader(samples, batch_size))[0])
+
+
+def fitted(size: int, module: Regression, *loaders: Any, ckpt_path: Any = None, **options: Any) -> Trainer:
+    trainer = trainer_on(size, **options)
+    trainer.fit(module, *loaders, ckpt_path=ckpt_path)
+    return trainer
+
+
 def metrics_of(trainer: Trainer) -> dict[str, float]:
     return {name: value.item() for name, value in trainer.callback_metrics.items()}
 
@@ -57,10 +67,10 @@ class Composed(Regression):
 @pytest.mark.quick
 def test_metric_objects_with_others_in_them() -> None:
     """Composed, wrapped and collected metric objects count the samples of all ranks."""
-    expected = trainer_on(1).test(Composed(), loader(19, 2))[0]
+    expected = evaluated(1, Composed(), 19, 2)
     assert expected["root"] == pytest.approx(expected["error"] ** 0.5)
     for world_size in RANKS:
-        assert trainer_on(world_size).test(Composed(), loader(19, 2))[0] == pytest.approx(expected, abs=1e-12)
+        assert evaluated(world_size, Composed(), 19, 2) == pytest.approx(expected, abs=1e-12)
 
 
 class OfTargets(Regression):
@@ -78,13 +88,10 @@ class OfTargets(Regression):
 @pytest.mark.parametrize("samples", [20, 22, 25])
 def test_running_metrics(samples: int) -> None:
     """The window is that of one process with the batches of all ranks, also where some have fewer batches."""
-    found = [
-        trainer_on(world_size).test(OfTargets(Running(torchmetrics.MeanMetric(), 3)), loader(samples, size))[
-            0
-        ]
-        for world_size, size in ((1, 4), (2, 2))
-    ]
-    assert found[1] == pytest.approx(found[0], abs=1e-6)
+    modules = [OfTargets(Running(torchmetrics.MeanMetric(), 3)) for _ in range(2)]
+    assert evaluated(2, modules[0], samples, 2) == pytest.approx(
+        evaluated(1, modules[1], samples, 4), abs=1e-6
+    )
 
 
 class Differentiable(Regression):
@@ -101,12 +108,8 @@ class Differentiable(Regression):
 
 def test_differentiable_metric_objects() -> None:
     """A metric object that is called with predictions that require gradients is computed as others."""
-    found = []
-    for world_size in (1, 2):
-        trainer = trainer_on(world_size, max_epochs=2)
-        trainer.fit(Differentiable(), loader(16, 4 // world_size))
-        found.append(metrics_of(trainer)["error"])
-    assert found[0] == pytest.approx(found[1], abs=1e-12)
+    alone, together = (fitted(size, Differentiable(), loader(16, 4 // size), max_epochs=2) for size in (1, 2))
+    assert metrics_of(alone)["error"] == pytest.approx(metrics_of(together)["error"], abs=1e-12)
 
 
 class Pieces(torchmetrics.Metric):
@@ -127,10 +130,11 @@ class Pieces(torchmetrics.Metric):
 def test_lists_of_unequal_lengths() -> None:
     """Ranks may have lists of different lengths, or none."""
     for samples in (5, 2):
-        expected = trainer_on(1).test(OfTargets(Pieces()), loader(samples, 1))[0]
+        expected = evaluated(1, OfTargets(Pieces()), samples, 1)
         for world_size in RANKS:
-            found = trainer_on(world_size).test(OfTargets(Pieces()), loader(samples, 1))[0]
-            assert found == pytest.approx(expected, abs=1e-12)
+            assert evaluated(world_size, OfTargets(Pieces()), samples, 1) == pytest.approx(
+                expected, abs=1e-12
+            )
 
 
 class OverSomeRanks(Regression):
@@ -157,9 +161,8 @@ class OverSomeRanks(Regression):
         self.log("own", float(self.global_rank), on_step=True)
 
     def on_train_end(self) -> None:
-        values = {
-            name: self.trainer.callback_metrics[name].item() for name in ("only_epoch", "grouped_epoch")
-        }
+        found = self.trainer.callback_metrics
+        values = {name: found[name].item() for name in ("only_epoch", "grouped_epoch")}
         self.seen = self.trainer.strategy.all_gather_object(values)
 
 
@@ -169,9 +172,8 @@ def test_values_of_some_ranks(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, monitor="only", mode="max", save_top_k=1)
     logger = CSVLogger(tmp_path)
     callbacks = [EarlyStopping("only_epoch", mode="max", patience=1), saving]
-    trainer = trainer_on(3, max_epochs=3, callbacks=callbacks, logger=logger, log_every_n_steps=1)
-    module = OverSomeRanks()
-    trainer.fit(module, loader(12, 2), loader(14, 2))
+    module, options = OverSomeRanks(), {"callbacks": callbacks, "logger": logger, "log_every_n_steps": 1}
+    trainer = fitted(3, module, loader(12, 2), loader(14, 2), max_epochs=3, **options)
     assert trainer.current_epoch == 2  # after the first epoch without a better value
     assert module.seen == [{"only_epoch": 10.5, "grouped_epoch": 1.0}] * 3
     assert float(saving.best_model_score or 0) == 10.5
@@ -227,22 +229,22 @@ def checkpoints(folder: Path) -> ModelCheckpoint:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_metric_objects_are_in_checkpoints(world_size: int, tmp_path: Path) -> None:
     """A run that is resumed within an epoch, or before its end, has the metrics of the run that was not."""
-    whole = trainer_on(world_size, max_epochs=2, callbacks=[checkpoints(tmp_path)])
-    whole.fit(Measured(), loader(24, 6 // world_size))
+    batches = loader(24, 6 // world_size)
+    whole = fitted(world_size, Measured(), batches, max_epochs=2, callbacks=[checkpoints(tmp_path)])
     assert metrics_of(whole)["samples"] == 24
     for step in (2, 4, 6, 8):
-        resumed = trainer_on(world_size, max_epochs=2)
-        resumed.fit(Measured(), loader(24, 6 // world_size), ckpt_path=tmp_path / f"step={step}.ckpt")
+        path = tmp_path / f"step={step}.ckpt"
+        resumed = fitted(world_size, Measured(), batches, max_epochs=2, ckpt_path=path)
         assert metrics_of(resumed) == pytest.approx(metrics_of(whole), abs=1e-12), step
 
 
 def test_metric_objects_of_other_world_sizes(tmp_path: Path) -> None:
     """The ranks of a run that continues share the states of all ranks before."""
-    whole = trainer_on(3, max_epochs=1, callbacks=[checkpoints(tmp_path)])
-    whole.fit(Measured(), loader(24, 2))
+    whole = fitted(3, Measured(), loader(24, 2), max_epochs=1, callbacks=[checkpoints(tmp_path)])
+    path = tmp_path / "step=2.ckpt"
     for world_size in (1, 2, 4):
-        resumed = trainer_on(world_size, max_epochs=1)
-        resumed.fit(Measured(), loader(24, 6 // world_size), ckpt_path=tmp_path / "step=2.ckpt")
+        batches = loader(24, 6 // world_size)
+        resumed = fitted(world_size, Measured(), batches, max_epochs=1, ckpt_path=path)
         assert metrics_of(resumed)["samples"] == 24, world_size
         assert metrics_of(resumed)["targets"] == pytest.approx(metrics_of(whole)["targets"], abs=1e-5)
 
@@ -277,10 +279,9 @@ class SaveWithin(Callback):
 
 def test_checkpoints_within_a_validation(tmp_path: Path) -> None:
     """A run that continues from there validates again, and counts each sample once."""
-    path, module = tmp_path / "within.ckpt", OfTargets(torchmetrics.SumMetric())
-    trainer_on(1, max_epochs=1, callbacks=[SaveWithin(path)]).fit(module, loader(8, 2), loader(6, 2))
-    module, trainer = OfTargets(torchmetrics.SumMetric()), trainer_on(1, max_epochs=1)
-    trainer.fit(module, loader(8, 2), loader(6, 2), ckpt_path=path)
+    path, batches = tmp_path / "within.ckpt", (loader(8, 2), loader(6, 2))
+    fitted(1, OfTargets(torchmetrics.SumMetric()), *batches, max_epochs=1, callbacks=[SaveWithin(path)])
+    trainer = fitted(1, OfTargets(torchmetrics.SumMetric()), *batches, max_epochs=1, ckpt_path=path)
     assert metrics_of(trainer)["value"] == pytest.approx(dataset(6).tensors[1].sum().item(), abs=1e-5)
 
 
@@ -317,8 +318,8 @@ def test_step_values_are_those_of_one_process() -> None:
     found = []
     for world_size in (1, 2):
         watching = Watching()
-        trainer = trainer_on(world_size, max_epochs=2, callbacks=[watching])
-        trainer.fit(Stepwise(), loader(24, 4 // world_size))
+        batches = loader(24, 4 // world_size)
+        trainer = fitted(world_size, Stepwise(), batches, max_epochs=2, callbacks=[watching])
         assert all(len(set(values)) == 1 for values in watching.seen)
         found.append([values[0] for values in watching.seen])
         assert metrics_of(trainer)["sometimes"] == world_size
@@ -362,11 +363,9 @@ class Spoilt(Regression):
 def test_nan_among_extremes(place: int) -> None:
     """The extremes are NaN wherever the NaN is: on either rank, in the first batch or the last."""
     module = Spoilt(float(dataset(4).tensors[1][place]))
-    [tested] = trainer_on(2).test(module, loader(4, 1))
-    assert all(math.isnan(tested[name]) for name in ("min", "max"))
-    trainer = trainer_on(2, max_steps=1)
-    trainer.fit(module, loader(4, 2))  # one step on all samples
-    assert all(math.isnan(metrics_of(trainer)[name]) for name in ("min", "max"))
+    one_step = loader(4, 2)  # on all samples
+    for found in (evaluated(2, module, 4, 1), metrics_of(fitted(2, module, one_step, max_steps=1))):
+        assert all(math.isnan(found[name]) for name in ("min", "max"))
 
 
 # ------------------------------------------------------------------------------------------ batch sizes
@@ -397,15 +396,11 @@ def in_lists(samples: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[T
 
 class AnyShape(Regression):
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        x = y = torch.empty(0)
         if isinstance(batch, Batch):
-            x, y = batch.x, batch.y
+            batch = batch.x, batch.y
         elif isinstance(batch, dict):
-            x, y = batch["x"], torch.stack(batch["y"])
-        elif isinstance(batch[0], list):
-            x, y = torch.stack(batch[0]), torch.stack(batch[1])
-        else:
-            x, y = batch
+            batch = batch["x"], batch["y"]
+        x, y = (torch.stack(part) if isinstance(part, list) else part for part in batch)
         if x.shape[1] != FEATURES:
             x, y = x.T, y.T
         self.log("error", nn.functional.mse_loss(self(x), y))
@@ -507,9 +502,9 @@ def test_hooks_read_the_metrics_of_their_epoch() -> None:
     """At the end of an epoch hooks read its metrics, reduced over the ranks, and may log more."""
     read = []
     for world_size in (1, 2):
-        model, trainer = ReadsItsEpoch(), trainer_on(world_size, max_epochs=2)
-        trainer.fit(model, loader(16, 8 // world_size), loader(16, 8))
-        metrics = metrics_of(trainer)
+        model = ReadsItsEpoch()
+        loaders = loader(16, 8 // world_size), loader(16, 8)
+        metrics = metrics_of(fitted(world_size, model, *loaders, max_epochs=2))
         assert len(model.losses) == len(model.val_losses) == 2
         assert metrics["best"] == pytest.approx(min(model.val_losses))
         assert [model.losses[-1], model.val_losses[-1]] == [metrics["train_loss_epoch"], metrics["val_loss"]]

@@ -73,12 +73,8 @@ def run_of(folder: Path) -> Any:
     return run, client
 
 
-def values(history: list[dict[str, Any]], name: str) -> list[float]:
-    return [line[name] for line in history if name in line]
-
-
-def merged(runs: list[OfflineRun]) -> list[dict[str, Any]]:
-    return [line for run in runs for line in run.history]
+def values(runs: list[OfflineRun], name: str) -> list[float]:
+    return [line[name] for run in runs for line in run.history if name in line]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -115,8 +111,8 @@ def test_one_rank_writes(start: str, run_script: ScriptRunner, tmp_path: Path) -
     assert {run.id for run in runs} == {wandb_id}
     assert {run.exit_code for run in runs} == {0}
     assert runs[0].config["optimizer"] == {"lr": 0.1}
-    assert values(merged(runs), "own") == [0.0, 0.0]
-    assert (len(values(merged(runs), "loss")), len(values(merged(runs), "test_loss"))) == (2, 1)
+    assert values(runs, "own") == [0.0, 0.0]
+    assert (len(values(runs, "loss")), len(values(runs, "test_loss"))) == (2, 1)
 
     run, client = run_of(tmp_path)
     assert (run.info.run_id, run.info.status) == (mlflow_id, "FINISHED")
@@ -136,7 +132,7 @@ def test_a_failing_rank(run_script: ScriptRunner, tmp_path: Path) -> None:
 
     assert lines(tmp_path)[0]["own"] == "0.0"
     assert (0, 0.0) in scalars(tmp_path / "tensorboard" / "rankwise_logs" / "version_0")["own"]
-    (run,) = offline_runs(tmp_path / "wandb")
-    assert (values(run.history, "own")[0], run.exit_code) == (0.0, 1)
+    [run] = offline_runs(tmp_path / "wandb")
+    assert (values([run], "own")[0], run.exit_code) == (0.0, 1)
     mlflow_run, _ = run_of(tmp_path)
     assert (mlflow_run.info.status, mlflow_run.data.metrics["own"]) == ("FAILED", 0.0)

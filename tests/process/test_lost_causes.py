@@ -18,6 +18,7 @@ from tests.process.helpers import ddp, with_tests
 from tests.process.test_host_programs import METHODS
 
 SOAK = pytest.mark.soak
+IN_SCRIPTS = with_tests({"PYTEST_CURRENT_TEST": None})  # they import pytest, and are not run by it
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -60,14 +61,13 @@ FUNCTIONS = [
 ]
 """The strategies, and their start methods, that run a function in other processes than the caller's."""
 
+Create = Callable[..., DDPStrategy]
 KINDS = [TextHangs, TextExits, NoAttributes, NoDictionary, Caused]
 
 
 @pytest.mark.parametrize(("strategy", "method"), FUNCTIONS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_exception_whose_class_is_in_the_way(
-    kind: type[Exception], strategy: Callable[..., DDPStrategy], method: str
-) -> None:
+def test_an_exception_whose_class_is_in_the_way(kind: type[Exception], strategy: Create, method: str) -> None:
     """The rank and the type are reported, and where it was raised."""
     with pytest.raises(WorkerRaisedError) as caught:
         strategy(method, timeout=60.0).launch(fail, kind)
@@ -95,13 +95,10 @@ RAISES = """
 
 
 @pytest.mark.parametrize("kind", [TextHangs, *(pytest.param(kind, marks=SOAK) for kind in KINDS[1:])])
-def test_an_exception_of_a_script_whose_class_is_in_the_way(
-    kind: type[Exception], run_script: ScriptRunner
-) -> None:
-    """The main process raises it as one of a function."""
-    result = run_script(RAISES, kind.__name__, env=with_tests({"PYTEST_CURRENT_TEST": None}), siblings=1)
-    assert result.returncode == 0, result
-    assert result.stdout == "checked\n", result
+def test_an_exception_of_a_script(kind: type[Exception], run_script: ScriptRunner) -> None:
+    """The main process raises one whose class is in the way as one of a function."""
+    result = run_script(RAISES, kind.__name__, env=IN_SCRIPTS, siblings=1)
+    assert (result.returncode, result.stdout) == (0, "checked\n"), result
 
 
 RAISES_UNDER_TORCHRUN = """
@@ -115,10 +112,8 @@ RAISES_UNDER_TORCHRUN = """
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", [TextHangs, TextExits])
-def test_an_exception_under_torchrun_whose_text_is_in_the_way(
-    kind: type[Exception], run_script: ScriptRunner
-) -> None:
-    """The agent of torch and Python can print it; the process ends, and with it the others."""
+def test_an_exception_under_torchrun(kind: type[Exception], run_script: ScriptRunner) -> None:
+    """The agent of torch and Python can print one whose text is in the way; all processes end."""
     script = str(run_script.write(RAISES_UNDER_TORCHRUN))
     result = run_script.command([sys.executable, *TORCHRUN, script, kind.__name__], env=with_tests())
     assert result.returncode == 1, result
@@ -159,9 +154,7 @@ class Raises:
 @pytest.mark.parametrize(("strategy", "method"), FUNCTIONS)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("value", ["exception", "other"])
-def test_a_value_that_cannot_be_unpickled(
-    value: str, rank: int, strategy: Callable[..., DDPStrategy], method: str
-) -> None:
+def test_a_value_that_cannot_be_unpickled(value: str, rank: int, strategy: Create, method: str) -> None:
     """The rank that has returned it is named."""
     why = r"argument" if value == "exception" else "division by zero"
     with pytest.raises(WorkerRaisedError, match=rf"what it returned cannot be unpickled: .*{why}") as caught:
@@ -188,7 +181,7 @@ VALUE = """
 
 def test_a_value_of_a_script_that_cannot_be_unpickled(run_script: ScriptRunner) -> None:
     """It stays with its rank, as one that cannot be pickled."""
-    result = run_script(VALUE, env=with_tests({"PYTEST_CURRENT_TEST": None}), siblings=1)
+    result = run_script(VALUE, env=IN_SCRIPTS, siblings=1)
     assert result.stdout == "None {0: None}\n", result
 
 
@@ -197,10 +190,7 @@ STORAGE = """
     from rankwise.checkpoint import CheckpointIO
     from rankwise.errors import CheckpointError
     from rankwise.strategies import DDPElasticStrategy, DDPStrategy
-
-    class TwoArguments(Exception):
-        def __init__(self, first, second):
-            super().__init__(f"{first} and {second}")
+    from tests.process.test_lost_causes import TwoArguments
 
     class Locked(Exception):
         def __init__(self, *_):
@@ -242,7 +232,7 @@ STORAGE = """
 def test_an_error_of_a_checkpoint_io(method: str, run_script: ScriptRunner) -> None:
     """Every rank raises the error of the rank that saves, also one that cannot be pickled, or read back."""
     command = [sys.executable, *(TORCHRUN if method == "torchrun" else ()), str(run_script.write(STORAGE))]
-    result = run_script.command([*command, method], siblings=1)
+    result = run_script.command([*command, method], env=IN_SCRIPTS, siblings=1)
     assert result.returncode == 0, result
     for rank in (0, 1):
         for name in ("TwoArguments", "Locked"):
