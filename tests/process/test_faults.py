@@ -1,7 +1,4 @@
-"""Failures: which rank, how, while its peer does what; the caller gets one exception in two seconds.
-
-`test_fault_matrix.py` has the table of who fails, how, when, and under which strategy.
-"""
+"""Failures: which rank, how, while its peer does what. `test_fault_matrix.py` has the whole table."""
 
 import faulthandler
 import itertools
@@ -34,8 +31,6 @@ def _cells(*start_method: str, quick: set[Cell], but: set[Cell] | None = None) -
     soak = {cell: () if cell in quick else pytest.mark.soak for cell in CELLS}
     return [pytest.param(*start_method, cell, id=name, marks=soak[cell]) for cell, name in ids.items()]
 
-
-# ---------------------------------------------------------------------- the table
 
 # Before the group and in a step, without a port: `test_fault_matrix.py` has these.
 ELSEWHERE = {cell for cell in CELLS if cell[3] == "private" and cell[2] in ("before", "step")}
@@ -102,9 +97,6 @@ def test_ddp(cell: Cell, run_script: ScriptRunner, tmp_path: Path) -> None:
     assert (result.returncode, result.stdout) == (0, "[]\n"), result
 
 
-# ---------------------------------------------------------------------- exit codes under ddp
-
-
 @pytest.mark.parametrize("who", [1, pytest.param(0, marks=pytest.mark.soak)])
 def test_an_uncaught_failure_is_on_stderr_once(who: int, run_script: ScriptRunner, tmp_path: Path) -> None:
     """With no `except`, the script ends with 1, and stderr holds the failing rank's traceback once."""
@@ -128,21 +120,15 @@ def test_rank_zero_is_gone_at_once(how: str, when: str, run_script: ScriptRunner
     assert running.finish(leftover_grace_s=LIMIT_S).returncode == expected
 
 
-# ---------------------------------------------------------------------- the main process is killed
-
 BUSY = """
-    import os, sys, time
-    import rankwise
+    import sys
     from rankwise.strategies import DDPStrategy
-    import torch, torch.distributed as dist
+    from tests.process.faults import be_busy
 
     def job(strategy, what):
-        print("pid", os.getpid(), flush=True)
         strategy.barrier()
         print("busy", flush=True)
-        if what == "step" and strategy.global_rank == 1:
-            dist.all_reduce(torch.ones(2))
-        time.sleep(60)
+        be_busy(what if strategy.global_rank == 1 else "sleep")
 
     if __name__ == "__main__":
         DDPStrategy(start_method=sys.argv[1], accelerator="cpu", devices=2).launch(job, sys.argv[2])
@@ -153,7 +139,7 @@ BUSY = """
 @pytest.mark.parametrize("what", ["step", pytest.param("sleep", marks=pytest.mark.soak)])
 def test_workers_leave_with_the_main_process(start_method: str, what: str, run_script: ScriptRunner) -> None:
     """After SIGKILL of the main process all workers end soon, whatever they are doing."""
-    running = run_script.start(BUSY, start_method, what, siblings=1)
+    running = run_script.start(BUSY, start_method, what, env=with_tests(), siblings=1)
     running.wait_for("busy", count=2)
     running.send_signal(signal.SIGKILL)
     assert running.finish(leftover_grace_s=LIMIT_S).returncode == -signal.SIGKILL
@@ -180,9 +166,6 @@ def test_workers_that_have_not_begun_leave_too(start_method: str, run_script: Sc
     running.wait_for("importing", count=2 if start_method == "spawn" else 1)
     running.send_signal(signal.SIGKILL)
     assert running.finish(leftover_grace_s=LIMIT_S).returncode == -signal.SIGKILL
-
-
-# ---------------------------------------------------------------------- which failure is reported
 
 
 def finish_then_fail(strategy: Strategy, who: int, how: str, stamp: str) -> str:
@@ -363,9 +346,6 @@ def test_arguments_that_do_not_arrive_are_reported(call: tuple[object], kind: ty
     with pytest.raises(kind):
         ddp("forkserver").launch(take, FailsToArrive(*call))
     assert time.monotonic() - start < 20
-
-
-# ---------------------------------------------------------------------- how the others leave
 
 
 def clean_up_slowly(strategy: Strategy, folder: str) -> None:

@@ -118,8 +118,6 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(threads) <= max(2, len(os.sched_getaffinity(0)))
 
 
-# ---------------------------------------------------------------------- what a rank forks
-
 GONE_S = 4.0
 """The limit for processes that were told to end. A loader's worker that notices itself takes over 5 s."""
 

@@ -321,7 +321,8 @@ def test_a_program_of_torchruns_joins(start_method: str) -> None:
     """A program that creates and destroys its own group joins the job's, and torch's functions come back."""
     strategy = ddp(start_method)
     code = inspect.unwrap(early_init).__code__
-    for options in ({}, {"rank": -1, "world_size": 2, "init_method": "env://"}):
+    agreeing: list[dict[str, Any]] = [{}, {"rank": -1, "world_size": 2, "init_method": "env://"}]
+    for options in agreeing:
         strategy.launch(as_torchrun_starts, **options)
         assert strategy.results == {0: [3.0, 3.0], 1: [3.0, 3.0]}
     assert inspect.unwrap(early_init).__code__ is code

@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
+from rankwise.checkpoint import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 from rankwise.errors import WorkerKilledError, WorkerRaisedError, WorkerTimedOutError
 from rankwise.monitoring import stragglers
 from rankwise.strategies import Strategy
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import ddp, with_tests
-
-# ---------------------------------------------------------------------- after its job
 
 
 def leave_a_thread(strategy: Strategy, seconds: float, path: str) -> str:
@@ -69,16 +67,19 @@ def test_a_rank_that_does_not_leave(
     assert "in upload" in stderr.partition("stacks of global_rank=1")[2]
 
 
-# ---------------------------------------------------------------------- a checkpoint in a thread
-
-
-class Slow(TorchCheckpointIO):
+class Slow(CheckpointIO):
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
         time.sleep(self.seconds)
-        super().save_checkpoint(checkpoint, path)
+        TorchCheckpointIO().save_checkpoint(checkpoint, path)
+
+    def load_checkpoint(self, path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
+        return TorchCheckpointIO().load_checkpoint(path, map_location)
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Nothing is removed here."""
 
 
 def save_and_fail(strategy: Strategy, who: int, path: str) -> None:
@@ -162,9 +163,6 @@ def test_sigterm_in_a_collective(seconds: float, at: list[float], is_saved: bool
     assert time.monotonic() - began < 25
     assert (caught.value.global_rank, caught.value.signal_number) == (0, signal.SIGTERM)
     assert path.exists() is is_saved
-
-
-# ---------------------------------------------------------------------- in the temporary folder
 
 
 FITS = """

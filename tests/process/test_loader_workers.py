@@ -71,9 +71,6 @@ def test_a_stuck_worker_ends_with_its_rank(run_script: ScriptRunner) -> None:
     assert "ended -9" in running.finish(timeout=30).stdout
 
 
-# ---------------------------------------------------------------------- workers that are no forks
-
-
 class Busy(Dataset[int]):
     """Numbers, of which each but the first takes minutes; the worker first writes down its pid."""
 

@@ -34,9 +34,9 @@ def evaluated(world_size: int, module: Regression, samples: int, batch_size: int
     return dict(trainer_on(world_size).test(module, loader(samples, batch_size))[0])
 
 
-def fitted(size: int, module: Regression, *loaders: Any, ckpt_path: Any = None, **options: Any) -> Trainer:
-    trainer = trainer_on(size, **options)
-    trainer.fit(module, *loaders, ckpt_path=ckpt_path)
+def fitted(size: int, module: Regression, train: Any, val: Any = None, **options: Any) -> Trainer:
+    path, trainer = options.pop("ckpt_path", None), trainer_on(size, **options)
+    trainer.fit(module, train, val, ckpt_path=path)
     return trainer
 
 
