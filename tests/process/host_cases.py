@@ -27,8 +27,6 @@ from rankwise.errors import LaunchRefusedError, WorkerError, WorkerTimedOutError
 from rankwise.processes import started_process
 from rankwise.strategies import DDPElasticStrategy, DDPStrategy, Strategy
 
-# ---------------------------------------------------------------------- jobs
-
 
 def strategy_of(method: str, **arguments: Any) -> DDPStrategy:
     """Return a strategy on two CPU processes; `elastic-<start method>` is one with torch's agent."""

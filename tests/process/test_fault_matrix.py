@@ -76,19 +76,11 @@ def test_a_broken_interpreter_is_replaced(run: FaultRunner) -> None:
     assert run(None, "fork").exit_code == 0
 
 
-# ---------------------------------------------------------------------- series
-
 SEED = 20
 _MOST_DELAY_S = 0.2
 _STEPS = 3
 # A rank that starts from nothing imports torch first: in the short sample nobody does.
 _QUICK = ("ddp_fork",)
-
-
-def _draw(chance: random.Random, cells: list[Cell]) -> tuple[Cell, float, int]:
-    """Draw a cell, the delay of its fault, and the step, if the fault is in one."""
-    cell, delay_s, step = chance.choice(cells), chance.uniform(0, _MOST_DELAY_S), chance.randrange(_STEPS)
-    return cell, delay_s, step if cell.when in WHEN[1:3] else 1
 
 
 # 200 runs, in parts that several workers can share.
@@ -105,7 +97,8 @@ def test_random_faults(runs: int, strategies: tuple[str, ...], part: int, run: F
     cells = [cell for cell in CELLS if cell.strategy in strategies and (runs > 3 or not cell.hangs)]
     found: dict[str, list[str]] = {}
     for number in range(runs):
-        cell, delay_s, step = _draw(chance, cells)
+        cell, delay_s, step = chance.choice(cells), chance.uniform(0, _MOST_DELAY_S), chance.randrange(_STEPS)
+        step = step if cell.when in WHEN[1:3] else 1
         outcome = run(cell, cell.start_method, delay_s=delay_s, step=step)
         print(f"{number}: {cell}, {delay_s:.2f} s later, step {step}: {outcome.gone_after_s:.2f} s")
         if problem := wrong(cell, outcome):

@@ -12,10 +12,8 @@ from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import with_tests
 from tests.process.training_tasks import Regression, loader, quiet_trainer
 
-STRATEGIES = [
-    "ddp_fork",
-    *(pytest.param(f"ddp{end}", marks=pytest.mark.soak) for end in ("", "_spawn", "_forkserver")),
-]
+SOAK = pytest.mark.soak
+STRATEGIES = ["ddp_fork", *(pytest.param(f"ddp{end}", marks=SOAK) for end in ("", "_spawn", "_forkserver"))]
 
 SCRIPT = """
     import sys

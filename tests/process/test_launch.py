@@ -377,9 +377,6 @@ def test_what_an_existing_group_cannot_take() -> None:
     assert "which cannot take timeout. Pass timeout= to the strategy" in text
 
 
-# ---------------------------------------------------------------------- order of calls
-
-
 def launch_within(strategy: Strategy) -> Any:
     try:
         return strategy.launch(late)
@@ -391,9 +388,6 @@ def test_what_cannot_be_pickled_is_welcome_under_fork() -> None:
     """Fork pickles nothing on the way in: closures, lambdas and locks work."""
     lock, number = threading.Lock(), 41
     assert ddp("fork").launch(lambda strategy, lock: lock.acquire(timeout=1) and number + 2, lock) == 43
-
-
-# ---------------------------------------------------------------------- other shapes of a job
 
 
 @pytest.mark.quick
