@@ -44,10 +44,8 @@ def flat_gradients(module: nn.Module) -> Tensor:
     return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
 
 
-def fitted(
-    arguments: dict[str, Any], max_steps: int, module: Regression | None = None, **options: Any
-) -> tuple[Trainer, Regression]:
-    trainer, module = trainer_on(arguments, max_steps), module or Regression("adam")
+def fitted(arguments: dict[str, Any], steps: int, module: Any = None, **options: Any) -> tuple[Trainer, Any]:
+    trainer, module = trainer_on(arguments, steps), module or Regression("adam")
     trainer.fit(module, loader(64, 4), **options)
     return trainer, module
 

@@ -35,10 +35,8 @@ def start(run_script: ScriptRunner, strategy: str, folder: Path, *more: str) -> 
 
 def interrupt(running: RunningScript, who: str) -> ScriptResult:
     """Send Ctrl-C to the main process or to the whole group; return how the script ended."""
-    if who == "group":
-        running.send_signal_to_group(signal.SIGINT)
-    else:
-        running.send_signal(signal.SIGINT)
+    send = running.send_signal_to_group if who == "group" else running.send_signal
+    send(signal.SIGINT)
     result = running.finish(timeout=60, leftover_grace_s=20)
     assert result.returncode == INTERRUPTED, result
     assert result.stderr.count(INTERRUPT_NOTICE) == 1, result
