@@ -14,7 +14,6 @@ from tests.process.fault_table import HOW, STRATEGIES, WHEN, WHO, Cell, expected
 
 
 def read(path: str) -> Iterator[tuple[Cell, str]]:
-    """Yield each cell that was run, and what is printed of it."""
     for case in ET.parse(path).iter("testcase"):
         recorded = {each.get("name"): each.get("value", "") for each in case.iter("property")}
         if "cell" in recorded:
@@ -36,7 +35,6 @@ def lines(seen: dict[Cell, str]) -> Iterator[str]:
 
 
 def result(cell: Cell) -> str:
-    """Return exception, rank and exit code, as the test found them."""
     due = expected(cell)
     rank = "" if due.rank is None else f" of rank {due.rank}"
     code = f"killed by signal {-due.exit_code}" if due.exit_code < 0 else f"exit {due.exit_code}"

@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,43 +27,23 @@ _MOST_S = 60.0  # a job that has not ended then hangs
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended.
+    """How a job ended. Times count from the fault; where there is none, from the start."""
 
-    Attributes:
-        ranks_gone_after_s: the seconds from the fault until nothing that the main process started was left.
-        gone_after_s: the seconds from the fault (without one: from the start) until its last process was
-            gone, that is the main process, once its interpreter had ended.
-        raised_after_s: the seconds until the exception reached the caller; -1 where the caller had ended.
-        exit_code: the main process's; negative for a signal.
-        exception: the type's name that reached the caller; nothing where none did.
-        ranks: the ranks that it names.
-        left: processes, ports, files, shared memory, and what changed in the caller.
-        output: what all its processes printed.
-    """
-
-    ranks_gone_after_s: float
-    gone_after_s: float
-    raised_after_s: float
-    exit_code: int
-    exception: str
-    ranks: tuple[int, ...]
-    left: tuple[str, ...]
-    output: str
+    ranks_gone_after_s: float  # until nothing that the main process started was left
+    gone_after_s: float  # until its last process was gone: the main one, once its interpreter had ended
+    raised_after_s: float  # until the exception reached the caller; -1 where the caller had ended
+    exit_code: int  # the main process's; negative for a signal
+    exception: str  # the type's name that reached the caller; nothing where none did
+    ranks: tuple[int, ...]  # that it names
+    left: tuple[str, ...]  # processes, ports, files, shared memory, and what changed in the caller
+    output: str  # what all its processes printed
 
 
-@dataclass(frozen=True)
-class _Watched:
-    """What was seen of a job's processes; the times are of `time.monotonic`."""
-
-    started_at_s: float
-    ranks_gone_at_s: float
-    gone_at_s: float
-    exit_code: int
-    left: list[str]
+_Watched = tuple[float, float, float, int, list[str]]
 
 
 class FaultRunner:
-    """Runs one job after the other; a context manager.
+    """Runs one job after the other, until it is closed.
 
     All jobs are forked from one interpreter. After a job that could not be watched to its end, it is ended,
     and the next job has a new one.
@@ -75,36 +55,31 @@ class FaultRunner:
         self.interpreter: PreloadedInterpreter | None = None
 
     def __call__(
-        self,
-        cell: Cell | None,
-        start_method: str,
-        delay_s: float = 0.0,
-        step: int = 1,
-        *,
-        leaves_things: bool = False,
-        outlives_s: float = OUTLIVES_S,
+        self, cell: Cell | None, start_method: str, outlives_s: float = OUTLIVES_S, **fault_options: Any
     ) -> Outcome:
         """Run one job. A process that outlives the main process by `outlives_s` counts as left behind."""
         self._number += 1
         folder = self._folder / str(self._number)
         folder.mkdir(parents=True)
         shared_memory = leak_checks.SharedMemory()
-        fault = Fault(cell, str(folder), delay_s, step, leaves_things)
+        fault = Fault(cell, str(folder), **fault_options)
         try:
-            job = self._run(fault, start_method, outlives_s)
+            started_at_s, ranks_gone_at_s, gone_at_s, exit_code, left = self._run(
+                fault, start_method, outlives_s
+            )
         except BaseException:
             self.close()
             raise
-        left = [*job.left, *leak_checks.wait_until_clean([shared_memory], timeout_s=0.5), *files_left(folder)]
+        left += [*leak_checks.wait_until_clean([shared_memory], timeout_s=0.5), *files_left(folder)]
         report, problem = report_of(fault)
         left += [problem] if problem else []
         stamp = folder / "stamp"
-        began_s = float(stamp.read_text()) if stamp.exists() else job.started_at_s
+        began_s = float(stamp.read_text()) if stamp.exists() else started_at_s
         return Outcome(
-            job.ranks_gone_at_s - began_s,
-            job.gone_at_s - began_s,
+            ranks_gone_at_s - began_s,
+            gone_at_s - began_s,
             report["raised_at_s"] - began_s if report else -1.0,
-            job.exit_code,
+            exit_code,
             str(report["exception"]) if report else UNDISTURBED,
             tuple(rank for rank in report.get("ranks", ()) if rank is not None),
             (*left, *report.get("left", ())),
@@ -112,12 +87,12 @@ class FaultRunner:
         )
 
     def close(self) -> None:
-        """End the interpreter."""
         if self.interpreter is not None:
             self.interpreter.close()
         self.interpreter = None
 
     def _run(self, fault: Fault, start_method: str, outlives_s: float) -> _Watched:
+        """Return when the job began, its ranks and main had gone, by `monotonic`; exit code; what is left."""
         if self.interpreter is None:
             self.interpreter = PreloadedInterpreter(["tests.process.fault_tasks"], _variables({}))
         folder = Path(fault.folder)
@@ -129,7 +104,7 @@ class FaultRunner:
             left = [processes.describe(process) for process in _living(main.pid, folder)]
         finally:
             processes.kill(_living(main.pid, folder))
-        return _Watched(started_at_s, *times, program.wait(), left)
+        return started_at_s, *times, program.wait(), left
 
     def _watch(
         self, main: psutil.Process, fault: Fault, started: float, outlives_s: float
@@ -160,12 +135,10 @@ class FaultRunner:
 
 
 def _variables(more: Mapping[str, str]) -> dict[str, str]:
-    found = with_tests(more)
-    return {**os.environ, **{name: value for name, value in found.items() if value is not None}}
+    return {**os.environ, **{name: value for name, value in with_tests(more).items() if value is not None}}
 
 
 def _start(interpreter: PreloadedInterpreter, folder: Path, job: str) -> ForkedProgram:
-    """Start the main process of a job, with folders of its own."""
     for name in ("tmp", "here", "saved"):
         (folder / name).mkdir()
     variables = _variables({"TMPDIR": str(folder / "tmp"), processes.MARKER: marker_of(folder)})
@@ -176,7 +149,7 @@ def _start(interpreter: PreloadedInterpreter, folder: Path, job: str) -> ForkedP
 
 def files_left(folder: Path) -> list[str]:
     """Return the files that a job has left in its folders, without its checkpoint if that loads."""
-    found = [path for name in ("tmp", "here", "saved") for path in (folder / name).rglob("*")]
+    found = (path for name in ("tmp", "here", "saved") for path in (folder / name).rglob("*"))
     left = [f"new file: {path}" for path in found if path != folder / CHECKPOINT]
     is_torn = (folder / CHECKPOINT).exists() and _saved_step(folder) is None
     return left + (["the checkpoint does not load"] if is_torn else [])
@@ -195,11 +168,6 @@ def report_of(fault: Fault) -> tuple[dict[str, Any], str]:
     return report, "" if _saved_step(folder) == STEPS else f"the job has not trained for {STEPS} steps"
 
 
-def problems(cell: Cell, outcome: Outcome) -> list[str]:
-    """Return the differences between an outcome and what is expected of the cell."""
-    return wrong(cell, outcome) + late(cell, outcome)
-
-
 def wrong(cell: Cell, outcome: Outcome) -> list[str]:
     """Return what is left of a job, and how exception and exit code differ from the expected ones."""
     due = expected(cell)
@@ -214,7 +182,6 @@ def wrong(cell: Cell, outcome: Outcome) -> list[str]:
 
 
 def late(cell: Cell, outcome: Outcome) -> list[str]:
-    """Return the times that exceed their limits."""
     factor = slowdown()
     times = {"no rank was left": outcome.ranks_gone_after_s}
     if not (cell.how == "SIGSTOP" and cell.hits_main):  # it cannot raise before it continues
@@ -224,16 +191,6 @@ def late(cell: Cell, outcome: Outcome) -> list[str]:
     ]
     leaving_s = outcome.gone_after_s - max(times.values())
     return found + ([f"main took {leaving_s:.2f} s to leave"] if leaving_s > EXIT_S * factor else [])
-
-
-@contextlib.contextmanager
-def fault_runner(folder: Path) -> Iterator[FaultRunner]:
-    """Provide a runner in the block."""
-    runner = FaultRunner(folder)
-    try:
-        yield runner
-    finally:
-        runner.close()
 
 
 def _saved_step(folder: Path) -> int | None:
@@ -255,8 +212,6 @@ def _processes_of(session_id: int) -> list[psutil.Process]:
 
 def _living(session_id: int, folder: Path) -> list[psutil.Process]:
     """Return the living processes of a job, those in other sessions included."""
-
-    def of_job() -> set[psutil.Process]:
-        return processes.in_session(session_id) | processes.with_marker(marker_of(folder))
-
-    return processes.wait_until_gone(of_job, timeout_s=0)
+    return processes.wait_until_gone(
+        lambda: processes.in_session(session_id) | processes.with_marker(marker_of(folder)), timeout_s=0
+    )

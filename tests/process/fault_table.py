@@ -6,13 +6,8 @@ from dataclasses import dataclass
 
 WHO = ("rank 0", "rank 1", "main")
 HOW = (
-    "raises",
-    "exits 0",
-    "exits 3",
-    "SIGKILL",
-    "SIGSTOP",
-    "hangs outside a collective",
-    "hangs inside a collective",
+    *("raises", "exits 0", "exits 3", "SIGKILL", "SIGSTOP"),
+    *("hangs outside a collective", "hangs inside a collective"),
 )
 WHEN = ("before the group", "mid-step", "while saving", "at teardown")
 STRATEGIES = ("ddp", "ddp_spawn", "ddp_fork", "ddp_forkserver")
@@ -33,8 +28,6 @@ UNDISTURBED = ""
 
 @dataclass(frozen=True)
 class Cell:
-    """One line of the table."""
-
     who: str
     how: str
     when: str
@@ -45,7 +38,6 @@ class Cell:
 
     @property
     def start_method(self) -> str:
-        """How the ranks start."""
         return START_METHODS[self.strategy]
 
     @property
@@ -92,21 +84,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the caller sees.
+    """What the caller sees."""
 
-    Attributes:
-        exception: the type's name; nothing where no exception can be, or none is due.
-        rank: the rank that it must name.
-        exit_code: the script's; negative for a signal.
-    """
-
-    exception: str
-    rank: int | None
-    exit_code: int
+    exception: str  # the type's name; nothing where no exception can be, or none is due
+    rank: int | None  # that it must name
+    exit_code: int  # the script's; negative for a signal
 
 
 def reason_against(cell: Cell) -> str:
-    """Return why a cell makes no sense; nothing where it does."""
     if cell.who == "main" and cell.strategy == "ddp":
         return "under ddp the main process is rank 0: the line of rank 0 says it"
     if cell.who == "main" and cell.how == "hangs inside a collective":
@@ -116,10 +101,7 @@ def reason_against(cell: Cell) -> str:
     return ""
 
 
-ALL = [
-    Cell(who, how, when, strategy)
-    for strategy, who, how, when in itertools.product(STRATEGIES, WHO, HOW, WHEN)
-]
+ALL = [Cell(*cell, strategy) for strategy in STRATEGIES for cell in itertools.product(WHO, HOW, WHEN)]
 LEFT_OUT = {cell: reason for cell in ALL if (reason := reason_against(cell))}
 CELLS = [cell for cell in ALL if cell not in LEFT_OUT]
 
@@ -146,9 +128,8 @@ def expected(cell: Cell) -> Expected:
 def _of_a_mere_launcher(cell: Cell) -> Expected:
     """Return what comes of a main process that is no rank: what it raises itself is nobody else's failure.
 
-    Its ranks need it for nothing but the store. While it is suspended, or busy with what is its own, they
-    go on and leave by themselves; it sees how they ended when it goes on. Those that still have to meet wait
-    for `init_timeout`, and those that have yet to agree that training is over, for `timeout`.
+    While it does not go on, its ranks do, and leave; it sees later how they ended. Those that still have to
+    meet wait for `init_timeout`, and those that have yet to agree that training is over, for `timeout`.
     """
     if cell.how == "raises":
         return Expected("ValueError", None, 1)

@@ -20,12 +20,11 @@ import torch._dynamo  # what the first wrapper imports, which takes longer than 
 import torch.distributed as dist
 from torch import Tensor
 
-from rankwise import Trainer
 from rankwise.callbacks import Callback
 from rankwise.strategies import DDPStrategy
 from tests.helpers import leak_checks, processes
 from tests.process.fault_table import GRACE_S, WHEN, Cell
-from tests.process.training_tasks import Regression, loader
+from tests.process.training_tasks import Regression, loader, quiet_trainer
 
 MESSAGE = "the fault of this test"
 SCRIPT = Path(__file__).with_name("fault_program.py")
@@ -39,23 +38,13 @@ _MAIN_HANGS_S = 4.0  # the ranks do not need a main process that is no rank: it 
 
 @dataclass(frozen=True)
 class Fault:
-    """The fault of a cell; None for a run without a fault.
-
-    Attributes:
-        folder: where the processes of the job write their reports.
-        delay_s: the fault happens so much later.
-        step: the step in which it happens.
-        leaves_things: whether the main process leaves one of each thing behind that the tests look for.
-    """
-
     cell: Cell | None
-    folder: str
-    delay_s: float = 0.0
-    step: int = 1
-    leaves_things: bool = False
+    folder: str  # where the processes of the job write their reports
+    delay_s: float = 0.0  # the fault happens so much later
+    step: int = 1  # in which it happens
+    leaves_things: bool = False  # the main process leaves one of each thing behind that the tests look for
 
     def happen_if_due(self, when: str, strategy: DDPStrategy, step: int = 1) -> None:
-        """Fail, if this is the phase, the step and the process of the fault."""
         cell = self.cell
         if cell is None or cell.when != when or step != self.step:
             return
@@ -70,7 +59,6 @@ class Fault:
             _wait_for(Path(self.folder, "stamp"))  # however slow it is
 
     def happen(self) -> None:
-        """Write down the time, and fail in the way of the cell."""
         assert self.cell is not None
         how = self.cell.how
         stamp = Path(self.folder, "stamp")
@@ -107,11 +95,10 @@ def _wait_for(file: Path) -> None:
 
 
 _separate_group: list[Any] = []  # a group that only the rank that hangs uses
+_left_open: list[Any] = []
 
 
 class FaultyStrategy(DDPStrategy):
-    """Fails before the process group is created, if the fault says so."""
-
     fault: Fault
 
     def setup_environment(self) -> None:
@@ -121,8 +108,6 @@ class FaultyStrategy(DDPStrategy):
 
 
 class FaultyModule(Regression):
-    """Fails in the middle of a step, if the fault says so."""
-
     fault: Fault
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -172,7 +157,6 @@ class FaultWhilePickling:
 
 
 def fit(fault: Fault, start_method: str) -> None:
-    """Train for three steps on two ranks, and save after each."""
     settings: dict[str, Any] = {"grace_period_s": GRACE_S}
     if fault.cell is not None:
         settings |= {"timeout": fault.cell.timeout_s, "init_timeout": fault.cell.init_timeout_s}
@@ -181,29 +165,17 @@ def fit(fault: Fault, start_method: str) -> None:
     strategy = FaultyStrategy(start_method=start_method, **settings)
     module = FaultyModule()
     strategy.fault = module.fault = fault
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=2,
-        max_epochs=1,
-        callbacks=[FaultyCallback(fault)],
-        default_root_dir=Path(fault.folder, "saved"),
-        **quiet,  # type: ignore[arg-type]  # booleans all
-    )
+    saving, folder = FaultyCallback(fault), Path(fault.folder, "saved")
+    trainer = quiet_trainer(strategy, 2, max_epochs=1, callbacks=[saving], default_root_dir=folder)
     trainer.fit(module, loader(STEPS * 4, 2))
 
 
 def run_as_main(fault: Fault, start_method: str) -> None:
     """Run a cell as the process that the user started; write down the exception and what is left."""
     checks = [
-        leak_checks.Threads(),
-        leak_checks.ProcessGroup(),
-        leak_checks.Environment(),
-        leak_checks.WorkingDirectory(),
-        leak_checks.SignalHandlers(),
-        leak_checks.ListeningSockets(),
-        leak_checks.RankZeroOnly(),
+        *(leak_checks.Threads(), leak_checks.ProcessGroup(), leak_checks.Environment()),
+        *(leak_checks.WorkingDirectory(), leak_checks.SignalHandlers()),
+        *(leak_checks.ListeningSockets(), leak_checks.RankZeroOnly()),
     ]
     if fault.cell is not None and fault.cell.who == "main":
         signal.signal(signal.SIGALRM, lambda number, frame: fault.happen())
@@ -231,17 +203,13 @@ def run_as_main(fault: Fault, start_method: str) -> None:
 
 
 def living_children(start_method: str, has_failed: bool) -> list[str]:
-    """Return the descendants of this process that still live, or that it has not waited for.
-
-    Those that `popen` has started stay for the next job, until one fails.
-    """
-    if start_method == "popen" and not has_failed:
+    """Return the descendants of this process that still live, or that it has not waited for."""
+    if start_method == "popen" and not has_failed:  # they stay for the next job
         return []
     return [processes.describe(process) for process in processes.wait_until_gone(_below, timeout_s=0)]
 
 
 def listening_sockets() -> list[str]:
-    """Return the addresses at which other processes of this job listen."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -268,22 +236,16 @@ def leave_things(folder: Path) -> None:
     _left_open.append(listener)
 
 
-_left_open: list[Any] = []
-
-
 def marker_of(folder: Path) -> str:
-    """Return the marker of a job's processes."""
     return f"faults-{folder}"
 
 
 def as_json(fault: Fault, start_method: str) -> str:
-    """Write a job for another process."""
     cell = None if fault.cell is None else vars(fault.cell)
     return json.dumps({"start_method": start_method, **vars(fault), "cell": cell})
 
 
 def from_json(text: str) -> tuple[Fault, str]:
-    """Read what `as_json` wrote."""
     fields = json.loads(text)
     start_method: str = fields.pop("start_method")
     cell = fields.pop("cell")

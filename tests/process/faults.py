@@ -44,7 +44,6 @@ class Fault:
     stamp: str
 
     def happen(self) -> NoReturn:
-        """Note the time, and fail."""
         Path(self.stamp).write_text(repr(time.monotonic()))
         if self.how == "raise":
             raise ValueError(MESSAGE)
@@ -55,13 +54,10 @@ class Fault:
         sys.exit(0)
 
     def seconds_ago(self) -> float:
-        """Return how long ago the fault happened."""
         return time.monotonic() - float(Path(self.stamp).read_text())
 
 
 class FaultyStrategy(DDPStrategy):
-    """Fails in one rank before the process group is created, if its fault says so."""
-
     fault: Fault | None = None
 
     def setup_environment(self) -> None:
@@ -73,7 +69,6 @@ class FaultyStrategy(DDPStrategy):
 
 
 def strategy_with(fault: Fault, start_method: str, rendezvous: str, **arguments: object) -> FaultyStrategy:
-    """Return a strategy on two CPU processes with the fault."""
     settings = {"accelerator": "cpu", "devices": 2, **_TIMEOUTS, **arguments}
     strategy = FaultyStrategy(start_method=start_method, rendezvous=rendezvous, **settings)  # type: ignore[arg-type]  # checked by itself
     strategy.fault = fault
@@ -81,7 +76,6 @@ def strategy_with(fault: Fault, start_method: str, rendezvous: str, **arguments:
 
 
 def job(strategy: Strategy, fault: Fault) -> str:
-    """Fail in one rank; be busy in the other."""
     strategy.barrier()
     if strategy.global_rank == fault.who:
         time.sleep(_LEAD_S)
@@ -91,7 +85,6 @@ def job(strategy: Strategy, fault: Fault) -> str:
 
 
 def be_busy(when: str) -> None:
-    """Do for a minute what `when` says."""
     end = time.monotonic() + 60
     if when == "step":
         dist.all_reduce(torch.ones(2))

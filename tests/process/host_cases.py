@@ -1,7 +1,4 @@
-"""Programs around a job that have changed what a process has of the operating system: the cases that run.
-
-The tests are in `test_host_programs.py` and `test_host_limits.py`.
-"""
+"""The cases that `test_host_programs.py` and `test_host_limits.py` run."""
 
 import _thread
 import asyncio
@@ -30,8 +27,6 @@ from rankwise.errors import LaunchRefusedError, WorkerError, WorkerTimedOutError
 from rankwise.processes import started_process
 from rankwise.strategies import DDPElasticStrategy, DDPStrategy, Strategy
 
-# ---------------------------------------------------------------------- jobs
-
 
 def strategy_of(method: str, **arguments: Any) -> DDPStrategy:
     """Return a strategy on two CPU processes; `elastic-<start method>` is one with torch's agent."""
@@ -41,7 +36,6 @@ def strategy_of(method: str, **arguments: Any) -> DDPStrategy:
 
 
 def good(strategy: Strategy) -> str:
-    """Run for a second."""
     for _ in range(3):
         time.sleep(0.3)
         strategy.barrier()
@@ -49,13 +43,11 @@ def good(strategy: Strategy) -> str:
 
 
 def quick(strategy: Strategy) -> str:
-    """Run for no longer than it takes."""
     strategy.barrier()
     return str(strategy.broadcast("fine"))
 
 
 def bad(strategy: Strategy) -> None:
-    """Let rank 1 be killed."""
     strategy.barrier()
     if strategy.global_rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -63,7 +55,6 @@ def bad(strategy: Strategy) -> None:
 
 
 def stubborn(strategy: Strategy) -> None:
-    """Let rank 0 be killed, while nothing interrupts rank 1."""
     strategy.barrier()
     if strategy.global_rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -72,11 +63,7 @@ def stubborn(strategy: Strategy) -> None:
             time.sleep(60)
 
 
-JOBS: dict[str, Callable[[Strategy], object]] = {"good": good, "bad": bad, "stubborn": stubborn}
-
-
 def report(launch: Callable[[], object], errors: type[Exception] = WorkerError) -> None:
-    """Print the value of a launch, or its error."""
     try:
         print(launch())
     except errors as error:
@@ -87,8 +74,6 @@ def report(launch: Callable[[], object], errors: type[Exception] = WorkerError) 
 
 
 def reap_all_children() -> None:
-    """Wait for every child that ends."""
-
     def reap(*_: object) -> None:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -140,10 +125,9 @@ SITUATIONS: dict[str, Callable[[], object]] = {
 
 
 def in_situation(situation: str, method: str, *names: str) -> None:
-    """Launch jobs in a situation."""
     SITUATIONS[situation]()
     for name in names:
-        report(partial(strategy_of(method).launch, JOBS[name]))
+        report(partial(strategy_of(method).launch, globals()[name]))
 
 
 def patched_threads(method: str, devices: str) -> None:
@@ -159,59 +143,40 @@ def patched_threads(method: str, devices: str) -> None:
 
 
 def blocked_signals(strategy: Strategy) -> set[signal.Signals]:
-    """Return which of two signals the rank blocks."""
     return {signal.SIGTERM, signal.SIGUSR1} & signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-def elastic_blocked(method: str) -> None:
-    """Print what elastic ranks block of the signals that this process blocks."""
-    SITUATIONS["blocked"]()
-    print(strategy_of(f"elastic-{method}").launch(blocked_signals))
-
-
 def handle_own_signal(_: Strategy) -> None:
-    """Raise a signal, and handle it."""
     signal.signal(signal.SIGUSR1, lambda *_: print("own", flush=True))
     signal.raise_signal(signal.SIGUSR1)
 
 
-def asyncio_handler() -> None:
-    """Launch in an event loop that handles a signal."""
-
-    async def run() -> None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print, "the main process's")
-        strategy_of("fork").launch(handle_own_signal)
-        await asyncio.sleep(0.1)
-
-    asyncio.run(run())
+async def asyncio_handler() -> None:
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print, "the main process's")
+    strategy_of("fork").launch(handle_own_signal)
+    await asyncio.sleep(0.1)
 
 
 def good_without_timer(strategy: Strategy) -> str:
-    """Stop the timer of a main process that is a rank, and run."""
     signal.setitimer(signal.ITIMER_REAL, 0)
     return good(strategy)
 
 
-def full_wake_up(method: str) -> None:
+async def full_wake_up(method: str) -> None:
     """Launch in an event loop whose wake-up descriptor is full, while a timer goes on to send signals."""
-
-    async def run() -> None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print)  # sets the descriptor
-        wakes = signal.set_wakeup_fd(-1)
-        signal.set_wakeup_fd(wakes)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                os.write(wakes, bytes(1))
-        signal.signal(signal.SIGALRM, lambda *_: None)
-        signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
-        report(partial(strategy_of(method).launch, good_without_timer))
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-    asyncio.run(run())
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print)  # sets the descriptor
+    wakes = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(wakes)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(wakes, bytes(1))
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+    report(partial(strategy_of(method).launch, good_without_timer))
+    signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def kill_forkserver(folder: str) -> None:
-    """Kill the forkserver when a rank runs."""
     wait_for(Path(folder, "up"))
     server: int = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     os.kill(server, signal.SIGKILL)
@@ -220,20 +185,17 @@ def kill_forkserver(folder: str) -> None:
 
 
 def after_the_kill(strategy: Strategy, name: str, folder: str) -> object:
-    """Run a job once the forkserver has been killed."""
     Path(folder, "up").touch()
     wait_for(Path(folder, "killed"))
-    return JOBS[name](strategy)
+    return globals()[name](strategy)
 
 
 def wait_for(path: Path) -> None:
-    """Wait until a file exists."""
     while not path.exists():
         time.sleep(0.01)
 
 
 def forkserver_killed(name: str, folder: str) -> None:
-    """Launch twice; the forkserver of the first launch is killed during it."""
     threading.Thread(target=kill_forkserver, args=[folder]).start()
     for each in ("good", name):
         report(partial(strategy_of("forkserver").launch, after_the_kill, each, folder))
@@ -251,7 +213,6 @@ def fail_with_a_title(strategy: Strategy, rank: int) -> None:
 
 
 def cut_title(rank: str, method: str) -> None:
-    """Launch ranks with a title that is cut within a character."""
     report(partial(strategy_of(method).launch, fail_with_a_title, int(rank)))
 
 
@@ -264,7 +225,6 @@ def write_to_channel(strategy: Any) -> None:
 
 
 def writes_to_channel() -> None:
-    """Launch a script that writes to its channel."""
     strategy_of("popen", grace_period_s=1.0).launch(write_to_channel)
 
 
@@ -287,7 +247,6 @@ def fork_and_end(strategy: Strategy, how: str) -> str:
 
 
 def ranks_fork(method: str) -> None:
-    """Launch a job whose ranks fork, once for each way to end."""
     strategy = strategy_of(method)
     for how in FORK_ENDS:
         print(f"--- {how}", file=sys.stderr, flush=True)
@@ -298,14 +257,12 @@ def ranks_fork(method: str) -> None:
 
 
 def wait() -> None:
-    """Wait for ever."""
     print("waiting", flush=True)
     while True:
         time.sleep(0.1)
 
 
-def wait_in_except() -> None:
-    """Wait where an exception is handled."""
+def in_except(wait: Callable[[], None]) -> None:
     try:
         raise ConnectionError
     except ConnectionError:
@@ -313,22 +270,21 @@ def wait_in_except() -> None:
 
 
 def wait_swallowing() -> None:
-    """Wait, whatever is raised."""
     while True:
         with contextlib.suppress(BaseException):
             wait()
 
 
 def wait_for_a_reader() -> None:
-    """Print to a pipe that is full, where an exception is handled."""
-    os.dup2(os.pipe()[1], 1)
-    try:
-        raise ConnectionError
-    except ConnectionError:
-        print("x" * 1_000_000, flush=True)
+    os.dup2(os.pipe()[1], 1)  # which is full before all is written
+    print("x" * 1_000_000, flush=True)
 
 
-WAITS = {"except": wait_in_except, "swallow": wait_swallowing, "print": wait_for_a_reader}
+WAITS: dict[str, Callable[[], None]] = {
+    "except": partial(in_except, wait),
+    "swallow": wait_swallowing,
+    "print": partial(in_except, wait_for_a_reader),
+}
 
 
 def wait_or_end(strategy: Strategy, how: str, end: str) -> None:
@@ -345,20 +301,19 @@ def wait_or_end(strategy: Strategy, how: str, end: str) -> None:
 
 
 def busy(method: str, how: str, end: str) -> None:
-    """Launch a job of which one rank waits, and the other one ends."""
     launch = partial(strategy_of(method).launch, wait_or_end, how, end)
     if how == "blocked":
         SITUATIONS["blocked"]()
-    if how != "thread":
-        launch()
-        return
-    thread = threading.Thread(target=launch)
+    in_a_thread(launch) if how == "thread" else launch()
+
+
+def in_a_thread(function: Callable[[], object]) -> None:
+    thread = threading.Thread(target=function)
     thread.start()
     thread.join()
 
 
 def rest_of_a_script() -> None:
-    """Let the second rank end by itself after a job."""
     strategy = strategy_of("popen", grace_period_s=0.0)
     strategy.launch(quick)
     if not strategy.is_global_zero:
@@ -383,38 +338,24 @@ def save_after_an_interrupt(strategy: Strategy) -> None:
 
 
 def interrupted() -> None:
-    """Launch a job whose main process is interrupted."""
     try:
         strategy_of("popen", grace_period_s=0.2).launch(save_after_an_interrupt)
     except KeyboardInterrupt:
         print("interrupted")
 
 
-def fail_while_sleeping(strategy: Strategy) -> None:
-    """Fail on rank 1."""
-    strategy.barrier()
-    if strategy.global_rank == 1:
-        raise ValueError
-    time.sleep(60)
-
-
 def without_grace() -> None:
-    """Launch without a grace period."""
-    report(partial(strategy_of("popen", grace_period_s=0).launch, fail_while_sleeping))
+    report(partial(strategy_of("popen", grace_period_s=0).launch, wait_or_end, "", "raise"))
 
 
 def launch_in_a_thread() -> None:
-    """Launch a script's ranks in a thread."""
-    thread = threading.Thread(target=lambda: print(strategy_of("popen").launch(good)))
-    thread.start()
-    thread.join()
+    in_a_thread(lambda: print(strategy_of("popen").launch(good)))
 
 
 # ---------------------------------------------------------------------- limits
 
 
 def held() -> tuple[list[str], list[psutil.Process]]:
-    """Return what this process has open, and its children."""
     kinds = []
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 -- a folder that is read in one call
         with contextlib.suppress(FileNotFoundError):  # that of the listing itself
@@ -423,7 +364,6 @@ def held() -> tuple[list[str], list[psutil.Process]]:
 
 
 def limited(spare: int, strategy: DDPStrategy) -> str:
-    """Launch where so many more files may be opened; return how that ends."""
     free = [number for number in range(1000) if not Path(f"/proc/self/fd/{number}").exists()]
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (free[spare], before[1]))
@@ -436,7 +376,6 @@ def limited(spare: int, strategy: DDPStrategy) -> str:
 
 
 def few_files(method: str) -> None:
-    """Launch with few files, and then with more."""
     arguments = {"command": [sys.executable, sys.argv[0], "few_files_rank"]} if method == "popen" else {}
     if method != "popen":
         strategy_of(method).launch(quick)
@@ -453,7 +392,6 @@ def few_files_rank() -> None:
 
 
 def few_processes(situation: str, method: str) -> None:
-    """Launch where no process or thread can be started."""
     before = psutil.Process().children()
     SITUATIONS[situation]()
     report(partial(strategy_of(method).launch, quick), LaunchRefusedError)
@@ -461,7 +399,6 @@ def few_processes(situation: str, method: str) -> None:
 
 
 def handle_own(*_: object) -> None:
-    """Print that the handler was called."""
     print("own handler", flush=True)
 
 
@@ -478,7 +415,6 @@ def wait_for_a_sleeper(strategy: Strategy, how: str) -> None:
 
 
 def handles_sigusr2(method: str, how: str) -> None:
-    """Launch ranks with a handler of SIGUSR2, or with the main process's."""
     if how == "before":
         signal.signal(signal.SIGUSR2, handle_own)
     try:
@@ -505,7 +441,6 @@ def fork_and_launch(rank: int, strategy: DDPStrategy) -> None:
 
 
 def forks_after_a_job() -> None:
-    """Fork in one rank of a script, and then in the other one."""
     strategy = strategy_of("popen")
     strategy.launch(quick)
     for rank in range(2):
@@ -515,7 +450,6 @@ def forks_after_a_job() -> None:
 
 
 def descriptors(method: str) -> None:
-    """Print how many descriptors and processes a launch leaves."""
     strategy = strategy_of(method)
     strategy.launch(quick)
     gc.disable()
@@ -528,4 +462,6 @@ def descriptors(method: str) -> None:
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]](*sys.argv[2:])
+    result = globals()[sys.argv[1]](*sys.argv[2:])
+    if asyncio.iscoroutine(result):
+        asyncio.run(result)

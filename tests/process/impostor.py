@@ -26,8 +26,6 @@ _LISTENING = "0A"
 
 
 class MakesFile:
-    """Its pickle makes a file when it is loaded."""
-
     def __init__(self, path: str) -> None:
         self.path = path
 
@@ -75,7 +73,6 @@ class Impostor:
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> None:
-        """Connect to new ports and answer, until the parent has ended."""
         parent = os.getppid()
         self._write("ready", "")
         while os.getppid() == parent:

@@ -11,25 +11,27 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, TensorDataset
 
-from rankwise import Trainer, TrainingModule
+from rankwise import Trainer
 from rankwise.process_group import authentication
 from rankwise.strategies import DDPElasticStrategy, DDPStrategy, Strategy
 from tests.helpers.load import slowdown
+from tests.process.training_tasks import Regression, loader
 
 SECRET = "the secret of the job"
 LONGEST_WAIT_S = 3.0
 GROUPS = 16  # the impostor can take a place in about every second one
 
 
-def connect_late(folder: Path) -> None:
+def connect_late_if_told(global_rank: int) -> None:
     """Connect to the other ranks of each group when the impostor has connected to two new ports."""
-    module: Any = authentication
+    if global_rank != int(os.environ.get("LATE", "1")):
+        return
+    folder, module = Path(sys.argv[3]), cast("Any", authentication)
     plain = module._devices
 
     def listen() -> Any:
@@ -54,42 +56,20 @@ def forge_outcomes(address: tuple[str, int]) -> None:
 
 
 class Prepared(DDPStrategy):
-    """One of its ranks connects late."""
-
     def setup_environment(self) -> None:
         if self.rendezvous == "tcp" and self.job.worker.address is not None:
             forge_outcomes(self.job.worker.address)
-        if self.global_rank == int(os.environ.get("LATE", "1")):
-            connect_late(Path(sys.argv[3]))
+        connect_late_if_told(self.global_rank)
         super().setup_environment()
 
 
 class PreparedElastic(DDPElasticStrategy):
-    """The same with torch's elastic agent."""
-
     def setup_environment(self) -> None:
-        if self.global_rank == int(os.environ.get("LATE", "1")):
-            connect_late(Path(sys.argv[3]))
+        connect_late_if_told(self.global_rank)
         super().setup_environment()
 
 
-class Line(TrainingModule):
-    """Nothing to attack but what a fit sends by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss: torch.Tensor = self.layer(batch[0]).mean()
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 def share(strategy: Strategy) -> str:
-    """Share an object and a tensor."""
     secret = strategy.broadcast(SECRET if strategy.is_global_zero else None)
     total = strategy.all_reduce(torch.full((3,), 3.0), reduce_op="mean")
     return f"{secret} {float(total[0])}"
@@ -116,7 +96,6 @@ def share_in_own_group(strategy: Strategy) -> str:
 
 
 def main(job: str, start_method: str, num_nodes: int = 1) -> None:
-    """Run a job, and say how it ended."""
     options: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "num_nodes": num_nodes}
     options |= {"timeout": 10 * slowdown(), "init_timeout": 15 * slowdown()}
     if start_method == "elastic":
@@ -125,9 +104,8 @@ def main(job: str, start_method: str, num_nodes: int = 1) -> None:
         rendezvous = "tcp" if job == "forged_outcomes" else "auto"
         strategy = Prepared(start_method=start_method, rendezvous=rendezvous, **options)
     if job == "fit":
-        data = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
         shown: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-        Trainer(strategy=strategy, max_epochs=1, **shown).fit(Line(), data)
+        Trainer(strategy=strategy, max_epochs=1, **shown).fit(Regression(), loader(8, 2))
         print("ENDED", SECRET, 3.0, flush=True)
     elif job == "own_group":
         print("ENDED", strategy.launch(share_in_own_group, init_process_group=False), flush=True)
@@ -144,7 +122,7 @@ def start_impostor(folder: Path) -> subprocess.Popen[bytes]:
     copy = shutil.copy(script, folder)
     Path(copy).chmod(0o644)
     command = ["/usr/bin/python3", str(copy), str(os.getpid()), str(folder)]
-    variables = {"ALL_PORTS": "1", **{name: os.environ[name] for name in ("SILENT",) if name in os.environ}}
+    variables = {"ALL_PORTS": "1", **{name: value for name, value in os.environ.items() if name == "SILENT"}}
     return subprocess.Popen(command, user=int(user), group=int(user), extra_groups=[], env=variables, cwd="/")
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from typing_extensions import override
 
 from rankwise import Trainer
 from tests.process.resume_tasks import Net, Noisy, ThroughTorch, train
@@ -41,11 +40,6 @@ class _Page(ctypes.Structure):
 _page = _Page.from_buffer(mmap.mmap(-1, mmap.PAGESIZE))  # forked ranks share it; it outlives them
 
 
-def begin() -> None:
-    """Forget an earlier run."""
-    ctypes.memset(ctypes.addressof(_page), 0, ctypes.sizeof(_page))
-
-
 def note(phase: str) -> None:
     """Record what this rank does from now on; starts count from 1."""
     mine: _Rank = _page.ranks[int(os.environ["RANK"])]
@@ -59,9 +53,6 @@ def _start() -> int:
 
 
 class SlowlyLoaded(Noisy):
-    """Works slowly, and records it."""
-
-    @override
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         note("loading data")
         time.sleep(_PAUSE_S)
@@ -69,13 +60,9 @@ class SlowlyLoaded(Noisy):
 
 
 class SlowlyTrained(Net):
-    """Works slowly, and records it."""
-
-    @override
     def on_train_start(self) -> None:
         _page.begun_at[_start()] = self.trainer.global_step
 
-    @override
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         note("in a step")
         time.sleep(_PAUSE_S)
@@ -83,9 +70,6 @@ class SlowlyTrained(Net):
 
 
 class SlowlySaved(ThroughTorch):
-    """Saves slowly, with the file half written, and records it."""
-
-    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
         note("saving")
         super().save_checkpoint({**checkpoint, "pause": Pause()}, path)
@@ -94,41 +78,24 @@ class SlowlySaved(ThroughTorch):
 
 
 class Pause:
-    """Takes some milliseconds to pickle."""
-
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         time.sleep(_PAUSE_S)
         return OrderedDict, ()  # which a checkpoint may hold
 
 
 class Killer:
-    """Sends SIGKILL to a random rank at a random moment after each start has saved a checkpoint; a thread.
-
-    Attributes:
-        died: what each rank that was killed was doing.
-        problem: why there was no further kill; nothing where all were made.
-    """
+    """Sends SIGKILL to a random rank at a random moment after each start has saved a checkpoint; a thread."""
 
     def __init__(self, kills: int, seed: int) -> None:
-        self.died: list[tuple[int, str]] = []
-        self.problem = ""
+        self.died: list[tuple[int, str]] = []  # each rank that was killed, and what it was doing
+        self.problem = ""  # why there was no further kill; nothing where all were made
         self._kills = kills
         self._chance = random.Random(seed)
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="killer", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        self.is_over = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="killer", daemon=True)
 
     def begun_at(self) -> list[int]:
-        """Return at which step each start has begun."""
         return list(_page.begun_at[1 : self._kills + 2])
-
-    def stop(self) -> None:
-        """End the thread."""
-        self._is_over.set()
-        self._thread.join()
 
     def _run(self) -> None:
         try:
@@ -142,7 +109,7 @@ class Killer:
         self._wait_until(lambda: _page.saved_by == victim.start == start, f"start {start} saves")
         handle = os.pidfd_open(victim.pid)  # another process may get the number, but not this
         try:
-            self._is_over.wait(delay_s)
+            self.is_over.wait(delay_s)
             signal.pidfd_send_signal(handle, signal.SIGKILL)
             select.select([handle], [], [], _LIMIT_S)
         finally:
@@ -152,30 +119,23 @@ class Killer:
     def _wait_until(self, holds: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + _LIMIT_S
         while not holds():
-            if self._is_over.wait(0.001) or time.monotonic() > deadline:
+            if self.is_over.wait(0.001) or time.monotonic() > deadline:
                 raise TimeoutError(f"waited in vain until {what}")
 
 
 def train_slowly(strategy: Any, folder: Path, epochs: int) -> Trainer:
     """Train as the tests of resuming do, so that each phase of a step takes a few milliseconds."""
-    return train(
-        strategy,
-        folder,
-        seed=3,
-        max_epochs=epochs,
-        kill=SlowlySaved(),
-        module=SlowlyTrained(),
-        samples=SlowlyLoaded(),
-    )
+    slow: dict[str, Any] = {"kill": SlowlySaved(), "module": SlowlyTrained(), "samples": SlowlyLoaded()}
+    return train(strategy, folder, seed=3, max_epochs=epochs, **slow)
 
 
 @contextmanager
 def killing(kills: int, seed: int) -> Iterator[Killer]:
-    """Kill ranks while the block trains."""
-    begin()
+    ctypes.memset(ctypes.addressof(_page), 0, ctypes.sizeof(_page))  # from an earlier run
     killer = Killer(kills, seed)
-    killer.start()
+    killer.thread.start()
     try:
         yield killer
     finally:
-        killer.stop()
+        killer.is_over.set()
+        killer.thread.join()

@@ -14,21 +14,18 @@ from rankwise.errors import LaunchRefusedError, LifecycleError, WorkerRaisedErro
 from rankwise.loggers import CSVLogger
 from tests.helpers.ports import free_port
 from tests.helpers.scripts import ScriptRunner
-from tests.process.helpers import with_tests
+from tests.process.helpers import combinations, with_tests
 from tests.unit.fabric.helpers import Classifier, data, fabric, largest_difference, train
 
 
 def trained(one: Fabric, path: Path) -> dict[str, Any]:
-    """Train in several ways, with shuffled data; save and load; return what the ranks have."""
     weights = {"plain": train(one), "accumulated": train(one, accumulate=2, clip=0.05)}
-    own = Classifier()
-    module = one.setup(own)
+    module = one.setup(Classifier())
     one.save(path, {"model": module, "weights": weights["plain"]})
     left = one.load(path, {"model": module})
     one.log("rank", one.global_rank, step=0)
-    loader = one.setup_dataloaders(
-        DataLoader(data(), batch_size=4, num_workers=one.world_size - 1, shuffle=True)
-    )
+    batches = DataLoader(data(), batch_size=4, num_workers=one.world_size - 1, shuffle=True)
+    loader = one.setup_dataloaders(batches)
     orders = [[batch[1] for batch in loader] for _ in range(2)]
     return {
         "weights": weights,
@@ -43,8 +40,7 @@ def trained(one: Fabric, path: Path) -> dict[str, Any]:
 @pytest.mark.quick
 def test_two_processes_give_the_weights_of_one(tmp_path: Path) -> None:
     """A shuffled order, accumulation and clipping: weights are those of one process to 1e-6."""
-    logger = CSVLogger(tmp_path)
-    two = Fabric(accelerator="cpu", devices=2, strategy="ddp_fork", loggers=logger)
+    two = Fabric(accelerator="cpu", devices=2, strategy="ddp_fork", loggers=CSVLogger(tmp_path))
     torch.manual_seed(5)
     found = two.launch(trained, tmp_path / "two.ckpt")
     torch.manual_seed(5)
@@ -59,7 +55,6 @@ def test_two_processes_give_the_weights_of_one(tmp_path: Path) -> None:
 
 
 def fail(one: Fabric) -> None:
-    """Raise on rank 1, while rank 0 waits for it."""
     if one.global_rank == 1:
         raise ValueError("loss is nan")
     one.barrier()
@@ -68,16 +63,13 @@ def fail(one: Fabric) -> None:
 @pytest.mark.quick
 def test_a_failing_rank_reaches_the_caller() -> None:
     """With its own traceback, as for the Trainer."""
-    two = Fabric(accelerator="cpu", devices=2, strategy="ddp_fork")
     with pytest.raises(WorkerRaisedError, match=r"global_rank=1.*loss is nan") as caught:
-        two.launch(fail)
+        Fabric(accelerator="cpu", devices=2, strategy="ddp_fork").launch(fail)
     assert caught.value.global_rank == 1
     assert "in fail" in caught.value.traceback_text
 
 
 class SavesInFabric:
-    """Saves when an exception is caught; a barrier is refused."""
-
     def on_exception(self, fabric: Fabric, path: Path) -> None:
         fabric.save(path, {"rank": fabric.global_rank})
         with pytest.raises(LifecycleError, match="after a failure on this rank"):
@@ -85,7 +77,6 @@ class SavesInFabric:
 
 
 def fail_on_rank_one(one: Fabric, path: Path) -> None:
-    """Raise on one rank, with the hook, while the other waits."""
     try:
         if one.global_rank == 1:
             raise ValueError("on one rank")
@@ -119,10 +110,8 @@ if sys.argv[1:] == ["fail"] and fabric.global_rank == 1:
     raise ValueError("loss is nan")
 if sys.argv[1:] == [f"exit {fabric.global_rank}"]:
     sys.exit(3)
-if sys.argv[1:] == [f"raise {fabric.global_rank}"]:
-    raise SystemExit(3)
-if sys.argv[1:] == ["raise all"]:
-    raise SystemExit(0)
+if sys.argv[1:] in ([f"raise {fabric.global_rank}"], ["raise all"]):
+    raise SystemExit(0 if sys.argv[1:] == ["raise all"] else 3)
 try:
     sys.exit(4)
 except SystemExit:
@@ -136,7 +125,6 @@ if fabric.is_global_zero:
 
 
 def check_weights(folder: Path) -> None:
-    """Compare what a script has saved with one process."""
     torch.manual_seed(5)
     found: dict[str, Tensor] = torch.load(folder / "weights.pt")
     assert largest_difference(found, train(fabric())) < 1e-6
@@ -145,39 +133,30 @@ def check_weights(folder: Path) -> None:
 def test_the_rest_of_a_script_is_the_job(run_script: ScriptRunner) -> None:
     """`fabric.launch()` without a function: the script's end is the job's."""
     result = run_script(SCRIPT, env=with_tests(), siblings=1)
-    assert result.returncode == 0, result
-    assert result.stdout == "2.0\n"
-    assert result.stderr == ""
+    assert (result.returncode, result.stdout, result.stderr) == (0, "2.0\n", ""), result
     check_weights(run_script.folder)
 
 
 def test_a_rank_that_fails_ends_the_script(run_script: ScriptRunner) -> None:
     """The script raises that rank's error, once, with its traceback, and exits with 1."""
     result = run_script(SCRIPT, "fail", env=with_tests(), siblings=1)
-    assert result.returncode == 1, result
+    assert (result.returncode, result.stdout) == (1, ""), result
     assert "WorkerRaisedError: Worker global_rank=1" in result.stderr, result
     assert result.stderr.count("Traceback") == 1, result
     assert result.stderr.splitlines()[-1] == "ValueError: loss is nan"
-    assert result.stdout == ""
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.soak)])
-def test_the_exit_status_of_a_rank_is_the_cause(run_script: ScriptRunner, rank: int) -> None:
-    """One that leaves with `sys.exit(3)` while others wait for it ends the script, with 3."""
-    result = run_script(SCRIPT, f"exit {rank}", env=with_tests(), siblings=1)
-    assert result.returncode == 3, result
+@pytest.mark.parametrize(
+    ("how", "rank"), combinations(("exit", "raise"), ("0", "1"), quick=[("exit", "1"), ("raise", "0")])
+)
+def test_the_exit_status_of_a_rank_is_the_cause(run_script: ScriptRunner, how: str, rank: str) -> None:
+    """One that leaves with `sys.exit(3)`, or raises SystemExit, while others wait for it ends the script."""
+    result = run_script(SCRIPT, f"{how} {rank}", env=with_tests(), siblings=1)
+    # Python drops the code of a SystemExit before exit hooks run.
+    code, text = (3, "exited with code 3") if how == "exit" else (1, "it raised SystemExit")
+    assert (result.returncode, result.stdout) == (code, ""), result
     assert f"WorkerExitedError: Worker global_rank={rank}" in result.stderr, result
-    assert "exited with code 3" in result.stderr, result
-    assert result.stdout == ""
-
-
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
-def test_a_rank_that_raises_system_exit(run_script: ScriptRunner, rank: int) -> None:
-    """It is named where others wait for it; Python drops its code before exit hooks run."""
-    result = run_script(SCRIPT, f"raise {rank}", env=with_tests(), siblings=1)
-    assert result.returncode == 1, result
-    assert f"WorkerExitedError: Worker global_rank={rank}" in result.stderr, result
-    assert "it raised SystemExit" in result.stderr, result
+    assert text in result.stderr, result
 
 
 @pytest.mark.soak
@@ -190,19 +169,15 @@ def test_ranks_that_all_raise_system_exit(run_script: ScriptRunner) -> None:
 @pytest.mark.soak
 def test_a_script_under_torchrun(run_script: ScriptRunner) -> None:
     """The same script runs where torchrun has started the processes; so does its failure."""
-    port = str(free_port())
-    path = run_script.write(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
+    path, options = run_script.write(SCRIPT), ["--nproc-per-node=2", f"--master-port={free_port()}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options]
     result = run_script.command([*command, str(path)], env=with_tests())
-    assert result.returncode == 0, result
-    assert result.stdout == "2.0\n"
+    assert (result.returncode, result.stdout) == (0, "2.0\n"), result
     check_weights(run_script.folder)
-    result = run_script.command([*command, str(path), "fail"], env=with_tests())
-    assert result.returncode == 1, result
-    assert "ValueError: loss is nan" in result.stderr, result
-    result = run_script.command([*command, str(path), "exit 1"], env=with_tests())
-    assert result.returncode == 1, result
-    assert "exitcode  : 3" in result.stderr, result
+    for argument, text in (("fail", "ValueError: loss is nan"), ("exit 1", "exitcode  : 3")):
+        result = run_script.command([*command, str(path), argument], env=with_tests())
+        assert result.returncode == 1, result
+        assert text in result.stderr, result
 
 
 @pytest.mark.quick

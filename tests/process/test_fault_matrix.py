@@ -1,5 +1,6 @@
 """Each cell of the table of failures: how long it takes, what the caller gets, what is left."""
 
+import contextlib
 import json
 import os
 import random
@@ -8,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.process.fault_runner import FaultRunner, fault_runner, problems, wrong
+from tests.process.fault_runner import FaultRunner, late, wrong
 from tests.process.fault_table import ALL, CELLS, LEFT_OUT, START_METHODS, STRATEGIES, UNDISTURBED, WHEN, Cell
 
 QUICK = {
@@ -28,8 +29,7 @@ QUICK = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultRunner]:
-    """Run cells, in a process that serves all of them."""
-    with fault_runner(tmp_path_factory.mktemp("faults")) as runner:
+    with contextlib.closing(FaultRunner(tmp_path_factory.mktemp("faults"))) as runner:
         yield runner
 
 
@@ -40,9 +40,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultRunner]:
 def test_fault(cell: Cell, run: FaultRunner, record_property: Callable[[str, object], None]) -> None:
     """In time every process has ended, the caller has the right exception, and nothing is left."""
     outcome = run(cell, cell.start_method)
-    for name, value in {"cell": json.dumps(vars(cell)), "gone_after_s": outcome.gone_after_s}.items():
-        record_property(name, value)  # for fault_report.py
-    assert problems(cell, outcome) == [], outcome
+    record_property("cell", json.dumps(vars(cell)))  # for fault_report.py
+    record_property("gone_after_s", outcome.gone_after_s)
+    assert wrong(cell, outcome) + late(cell, outcome) == [], outcome
 
 
 def test_the_table_is_whole() -> None:
@@ -76,8 +76,6 @@ def test_a_broken_interpreter_is_replaced(run: FaultRunner) -> None:
     assert run(None, "fork").exit_code == 0
 
 
-# ---------------------------------------------------------------------- series
-
 SEED = 20
 _MOST_DELAY_S = 0.2
 _STEPS = 3
@@ -85,17 +83,9 @@ _STEPS = 3
 _QUICK = ("ddp_fork",)
 
 
-def _draw(chance: random.Random, cells: list[Cell]) -> tuple[Cell, float, int]:
-    """Draw a cell, the delay of its fault, and the step, if the fault is in one."""
-    cell, delay_s, step = chance.choice(cells), chance.uniform(0, _MOST_DELAY_S), chance.randrange(_STEPS)
-    return cell, delay_s, step if cell.when in WHEN[1:3] else 1
-
-
 # 200 runs, in parts that several workers can share.
-_IN_PARTS = [
-    pytest.param(25, STRATEGIES, part, marks=[pytest.mark.soak, pytest.mark.timeout(900)])
-    for part in range(8)
-]
+_SLOW = [pytest.mark.soak, pytest.mark.timeout(900)]
+_IN_PARTS = [pytest.param(25, STRATEGIES, part, marks=_SLOW) for part in range(8)]
 
 
 @pytest.mark.parametrize(("runs", "strategies", "part"), [(3, _QUICK, 0), *_IN_PARTS])
@@ -107,8 +97,9 @@ def test_random_faults(runs: int, strategies: tuple[str, ...], part: int, run: F
     cells = [cell for cell in CELLS if cell.strategy in strategies and (runs > 3 or not cell.hangs)]
     found: dict[str, list[str]] = {}
     for number in range(runs):
-        cell, delay_s, step = _draw(chance, cells)
-        outcome = run(cell, cell.start_method, delay_s, step)
+        cell, delay_s, step = chance.choice(cells), chance.uniform(0, _MOST_DELAY_S), chance.randrange(_STEPS)
+        step = step if cell.when in WHEN[1:3] else 1
+        outcome = run(cell, cell.start_method, delay_s=delay_s, step=step)
         print(f"{number}: {cell}, {delay_s:.2f} s later, step {step}: {outcome.gone_after_s:.2f} s")
         if problem := wrong(cell, outcome):
             found[f"{number}: {cell}"] = [*problem, outcome.output]

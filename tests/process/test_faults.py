@@ -1,12 +1,10 @@
-"""Failures: which rank, how, while its peer does what; the caller gets one exception in two seconds.
-
-`test_fault_matrix.py` has the table of who fails, how, when, and under which strategy.
-"""
+"""Failures: which rank, how, while its peer does what. `test_fault_matrix.py` has the whole table."""
 
 import faulthandler
 import itertools
 import json
 import os
+import re
 import signal
 import tempfile
 import time
@@ -21,31 +19,18 @@ from rankwise.errors import WorkerError, WorkerExitedError, WorkerKilledError, W
 from rankwise.strategies import Strategy
 from tests.helpers.scripts import ScriptRunner
 from tests.process.faults import HOW, LIMIT_S, WHEN, Fault, job, problems, strategy_with
-from tests.process.helpers import ddp, with_tests
+from tests.process.helpers import combinations, ddp, with_tests
 
 Cell = tuple[int, str, str, str]
 CELLS: list[Cell] = list(itertools.product((0, 1), HOW, WHEN, ("private", "tcp")))
 
 
-def _table(quick: set[Cell], but: set[Cell] | None = None) -> pytest.MarkDecorator:
-    """Parametrize over all cells; those that are not `quick` are run by hand (`-m soak`)."""
-    cells = [
-        pytest.param(cell, id="-".join(map(str, cell)), marks=() if cell in quick else pytest.mark.soak)
-        for cell in CELLS
-        if but is None or cell not in but
-    ]
-    return pytest.mark.parametrize("cell", cells)
+def _cells(*start_method: str, quick: set[Cell], but: set[Cell] | None = None) -> list[Any]:
+    """Return all cells; those that are not `quick` are run by hand (`-m soak`)."""
+    ids = {cell: "-".join(map(str, (*start_method, *cell))) for cell in CELLS if cell not in (but or ())}
+    soak = {cell: () if cell in quick else pytest.mark.soak for cell in CELLS}
+    return [pytest.param(*start_method, cell, id=name, marks=soak[cell]) for cell, name in ids.items()]
 
-
-def _check(cell: Cell, start_method: str, folder: Path) -> None:
-    who, how, when, rendezvous = cell
-    fault = Fault(who, how, when, str(folder / "stamp"))
-    with pytest.raises(WorkerError) as caught:
-        strategy_with(fault, start_method, rendezvous).launch(job, fault)
-    assert problems(fault, caught.value) == []
-
-
-# ---------------------------------------------------------------------- the table
 
 # Before the group and in a step, without a port: `test_fault_matrix.py` has these.
 ELSEWHERE = {cell for cell in CELLS if cell[3] == "private" and cell[2] in ("before", "step")}
@@ -54,22 +39,21 @@ OVER_TCP = {cell for cell in CELLS if cell[1] in ("raise", "kill") and cell[2] i
 SPAWNED: set[Cell] = {(1, "_exit", "sleep", "tcp")}
 
 
-@_table(PRIVATE | OVER_TCP, but=ELSEWHERE)
-def test_fork(cell: Cell, tmp_path: Path) -> None:
-    """A failure of a forked rank raises one exception in time, with the right rank and class."""
-    _check(cell, "fork", tmp_path)
-
-
-@_table(PRIVATE, but=ELSEWHERE)
-def test_forkserver(cell: Cell, tmp_path: Path) -> None:
-    """A failure of a forkserver rank raises one exception in time, with the right rank and class."""
-    _check(cell, "forkserver", tmp_path)
-
-
-@_table(SPAWNED)
-def test_spawn(cell: Cell, tmp_path: Path) -> None:
-    """A failure of a spawned rank raises one exception in time, with the right rank and class."""
-    _check(cell, "spawn", tmp_path)
+@pytest.mark.parametrize(
+    ("start_method", "cell"),
+    [
+        *_cells("fork", quick=PRIVATE | OVER_TCP, but=ELSEWHERE),
+        *_cells("forkserver", quick=PRIVATE, but=ELSEWHERE),
+        *_cells("spawn", quick=SPAWNED),
+    ],
+)
+def test_functions(start_method: str, cell: Cell, tmp_path: Path) -> None:
+    """A failure of a rank raises one exception in time, with the right rank and class."""
+    who, how, when, rendezvous = cell
+    fault = Fault(who, how, when, str(tmp_path / "stamp"))
+    with pytest.raises(WorkerError) as caught:
+        strategy_with(fault, start_method, rendezvous).launch(job, fault)
+    assert problems(fault, caught.value) == []
 
 
 # Under "ddp" rank 0 is the main process: when it is killed there is no caller left to get an exception.
@@ -82,7 +66,7 @@ RERUN: set[Cell] = {
     (0, "raise", "sleep", "private"),
     (0, "exit", "step", "tcp"),
 }
-RERUN_SCRIPT = """
+PROGRAM = """
     import json, sys
     import rankwise
     from rankwise.errors import RankwiseError
@@ -90,42 +74,34 @@ RERUN_SCRIPT = """
 
     who, how, when, rendezvous, stamp = json.loads(sys.argv[1])
     fault = Fault(who, how, when, stamp)
+    strategy = strategy_with(fault, "popen", rendezvous)
+"""
+CAUGHT = """
     try:
-        strategy_with(fault, "popen", rendezvous).launch(job, fault)
+        strategy.launch(job, fault)
     except RankwiseError as error:
         connects = (when, rendezvous) == ("before", "tcp")
         print(json.dumps(problems(fault, error, LIMIT_S + STALL_S * connects)))
 """
-
-
-@_table(RERUN, but=LETHAL)
-def test_ddp(cell: Cell, run_script: ScriptRunner, tmp_path: Path) -> None:
-    """A failure of a re-run script raises one exception in the main script in time, with the right rank."""
-    result = run_script(
-        RERUN_SCRIPT, json.dumps([*cell, str(tmp_path / "stamp")]), env=with_tests(), siblings=1
-    )
-    assert (result.returncode, result.stdout) == (0, "[]\n"), result
-
-
-# ---------------------------------------------------------------------- exit codes under ddp
-
-ONE_CELL = """
-    import json, sys
-    import rankwise
-    from tests.process.faults import Fault, job, strategy_with
-
-    who, how, when, rendezvous, stamp = json.loads(sys.argv[1])
-    fault = Fault(who, how, when, stamp)
-    strategy_with(fault, "popen", rendezvous).launch(job, fault)
+UNCAUGHT = """
+    strategy.launch(job, fault)
     print("went on")
 """
+
+
+@pytest.mark.parametrize("cell", _cells(quick=RERUN, but=LETHAL))
+def test_ddp(cell: Cell, run_script: ScriptRunner, tmp_path: Path) -> None:
+    """A failure of a re-run script raises one exception in the main script in time, with the right rank."""
+    arguments = json.dumps([*cell, str(tmp_path / "stamp")])
+    result = run_script(PROGRAM + CAUGHT, arguments, env=with_tests(), siblings=1)
+    assert (result.returncode, result.stdout) == (0, "[]\n"), result
 
 
 @pytest.mark.parametrize("who", [1, pytest.param(0, marks=pytest.mark.soak)])
 def test_an_uncaught_failure_is_on_stderr_once(who: int, run_script: ScriptRunner, tmp_path: Path) -> None:
     """With no `except`, the script ends with 1, and stderr holds the failing rank's traceback once."""
     cell = json.dumps([who, "raise", "step", "private", str(tmp_path / "stamp")])
-    result = run_script(ONE_CELL, cell, env=with_tests(), siblings=1)
+    result = run_script(PROGRAM + UNCAUGHT, cell, env=with_tests(), siblings=1)
     assert result.returncode == 1
     assert "went on" not in result.stdout
     assert result.stderr.count("in happen") == 1, result
@@ -134,37 +110,25 @@ def test_an_uncaught_failure_is_on_stderr_once(who: int, run_script: ScriptRunne
 
 
 @pytest.mark.parametrize(
-    ("how", "code"), [("kill", -signal.SIGKILL), pytest.param("_exit", 3, marks=pytest.mark.soak)]
+    ("how", "when"), combinations(("kill", "_exit"), ("step", "sleep", "before"), quick=[("kill", "step")])
 )
-@pytest.mark.parametrize(
-    "when",
-    ["step", pytest.param("sleep", marks=pytest.mark.soak), pytest.param("before", marks=pytest.mark.soak)],
-)
-def test_rank_zero_is_gone_at_once(
-    how: str, code: int, when: str, run_script: ScriptRunner, tmp_path: Path
-) -> None:
+def test_rank_zero_is_gone_at_once(how: str, when: str, run_script: ScriptRunner, tmp_path: Path) -> None:
     """Under ddp rank 0 is the main process: its sudden end is the script's, and the other rank ends too."""
     cell = json.dumps([0, how, when, "private", str(tmp_path / "stamp")])
-    running = run_script.start(ONE_CELL, cell, env=with_tests(), siblings=1)
-    result = running.finish(leftover_grace_s=LIMIT_S)
-    assert result.returncode == code
+    running = run_script.start(PROGRAM + UNCAUGHT, cell, env=with_tests(), siblings=1)
+    expected = -signal.SIGKILL if how == "kill" else 3
+    assert running.finish(leftover_grace_s=LIMIT_S).returncode == expected
 
-
-# ---------------------------------------------------------------------- the main process is killed
 
 BUSY = """
-    import os, sys, time
-    import rankwise
+    import sys
     from rankwise.strategies import DDPStrategy
-    import torch, torch.distributed as dist
+    from tests.process.faults import be_busy
 
     def job(strategy, what):
-        print("pid", os.getpid(), flush=True)
         strategy.barrier()
         print("busy", flush=True)
-        if what == "step" and strategy.global_rank == 1:
-            dist.all_reduce(torch.ones(2))
-        time.sleep(60)
+        be_busy(what if strategy.global_rank == 1 else "sleep")
 
     if __name__ == "__main__":
         DDPStrategy(start_method=sys.argv[1], accelerator="cpu", devices=2).launch(job, sys.argv[2])
@@ -175,7 +139,7 @@ BUSY = """
 @pytest.mark.parametrize("what", ["step", pytest.param("sleep", marks=pytest.mark.soak)])
 def test_workers_leave_with_the_main_process(start_method: str, what: str, run_script: ScriptRunner) -> None:
     """After SIGKILL of the main process all workers end soon, whatever they are doing."""
-    running = run_script.start(BUSY, start_method, what, siblings=1)
+    running = run_script.start(BUSY, start_method, what, env=with_tests(), siblings=1)
     running.wait_for("busy", count=2)
     running.send_signal(signal.SIGKILL)
     assert running.finish(leftover_grace_s=LIMIT_S).returncode == -signal.SIGKILL
@@ -204,9 +168,6 @@ def test_workers_that_have_not_begun_leave_too(start_method: str, run_script: Sc
     assert running.finish(leftover_grace_s=LIMIT_S).returncode == -signal.SIGKILL
 
 
-# ---------------------------------------------------------------------- which failure is reported
-
-
 def finish_then_fail(strategy: Strategy, who: int, how: str, stamp: str) -> str:
     if strategy.global_rank == who:
         time.sleep(0.3)
@@ -218,8 +179,7 @@ def finish_then_fail(strategy: Strategy, who: int, how: str, stamp: str) -> str:
 @pytest.mark.parametrize("how", HOW)
 def test_one_that_finished_is_no_success(who: int, how: str, tmp_path: Path) -> None:
     """A rank that has returned already does not make the run a success when the other fails."""
-    fault = Fault(who, how, "", str(tmp_path / "stamp"))
-    strategy = ddp("fork")
+    fault, strategy = Fault(who, how, "", str(tmp_path / "stamp")), ddp("fork")
     with pytest.raises(WorkerError) as caught:
         strategy.launch(finish_then_fail, who, how, fault.stamp)
     assert problems(fault, caught.value) == []
@@ -272,8 +232,6 @@ def test_a_consequence_is_not_taken_for_the_cause() -> None:
 
 
 class Unruly(Exception):
-    """An exception whose `__str__` fails."""
-
     def __str__(self) -> str:
         raise RuntimeError("no words")
 
@@ -308,31 +266,17 @@ def fail_oddly(strategy: Strategy, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("long", "ValueError"),
-        ("surrogate", "ValueError"),
-        ("unruly", "Unruly"),
-        ("interrupt", "KeyboardInterrupt"),
-        ("no folder", "FileNotFoundError"),
-        ("empty", "ValueError"),
-        ("local", "Local"),
-        ("chained", "ValueError"),
-    ],
+    "kind", ["long", "surrogate", "unruly", "interrupt", "no folder", "empty", "local", "chained"]
 )
-def test_any_exception_is_reported(kind: str, name: str) -> None:
-    """Any exception is reported with its rank: long, not decodable, without text, local, chained."""
+def test_any_exception_is_reported(kind: str) -> None:
+    """Any exception is reported, with rank and chain: long, not decodable, without text, local, chained."""
+    names = {"unruly": Unruly, "interrupt": KeyboardInterrupt, "no folder": FileNotFoundError}
     with pytest.raises(WorkerRaisedError) as caught:
         ddp("fork").launch(fail_oddly, kind)
-    assert (caught.value.global_rank, caught.value.exception_type) == (1, name)
-
-
-def test_a_chained_exception_keeps_its_chain() -> None:
-    """`raise ... from ...` in a rank shows both in the one traceback text."""
-    with pytest.raises(WorkerRaisedError) as caught:
-        ddp("fork").launch(fail_oddly, "chained")
-    text = caught.value.traceback_text
-    assert text.index("KeyError: 'inner'") < text.index("direct cause") < text.index("ValueError: outer")
+    expected = "Local" if kind == "local" else names.get(kind, ValueError).__name__
+    assert (caught.value.global_rank, caught.value.exception_type) == (1, expected)
+    chain = "KeyError: 'inner'.*direct cause.*ValueError: outer" if kind == "chained" else ""
+    assert re.search(chain, caught.value.traceback_text, re.DOTALL)
 
 
 def test_what_the_caller_is_handling_is_no_part_of_a_failure() -> None:
@@ -348,8 +292,7 @@ def test_the_traceback_starts_in_the_users_code() -> None:
     """No frame of the launcher stands above the user's in the text."""
     with pytest.raises(WorkerRaisedError) as caught:
         ddp("fork").launch(both_fail)
-    lines = caught.value.traceback_text.splitlines()
-    assert "in both_fail" in lines[1]
+    assert "in both_fail" in caught.value.traceback_text.splitlines()[1]
 
 
 def abort(strategy: Strategy) -> None:
@@ -382,57 +325,47 @@ def test_a_rank_that_becomes_another_program(when: str) -> None:
 
 
 class FailsToArrive:
-    """Raises or exits when it is unpickled."""
+    def __init__(self, *call: object) -> None:
+        self.call = call  # that unpickling makes
 
-    def __init__(self, action: str) -> None:
-        self.action = action
-
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return _arrive, (self.action,)
-
-
-def _arrive(action: str) -> None:
-    if action == "raise":
-        raise ValueError("it does not arrive")
-    os._exit(5)
+    def __reduce__(self) -> Any:
+        return self.call
 
 
 def take(strategy: Strategy, value: object) -> None:
     """Take an argument."""
 
 
-@pytest.mark.parametrize(("action", "kind"), [("raise", WorkerRaisedError), ("leave", WorkerExitedError)])
-def test_arguments_that_do_not_arrive_are_reported(action: str, kind: type[WorkerError]) -> None:
+@pytest.mark.parametrize(
+    ("call", "kind"), [((int, ("no number",)), WorkerRaisedError), ((os._exit, (5,)), WorkerExitedError)]
+)
+def test_arguments_that_do_not_arrive_are_reported(call: tuple[object], kind: type[WorkerError]) -> None:
     """A failure while a rank unpickles its arguments ends the job like any other."""
     ddp("forkserver").launch(take, None)  # which starts the forkserver, if it is not there yet
     start = time.monotonic()
     with pytest.raises(kind):
-        ddp("forkserver").launch(take, FailsToArrive(action))
+        ddp("forkserver").launch(take, FailsToArrive(*call))
     assert time.monotonic() - start < 20
 
 
-# ---------------------------------------------------------------------- how the others leave
-
-
-def clean_up_slowly(strategy: Strategy, folder: str, seconds: float) -> None:
+def clean_up_slowly(strategy: Strategy, folder: str) -> None:
     strategy.barrier()
-    is_waiting = Path(folder, "waiting")
     if strategy.global_rank == 1:
-        while not is_waiting.exists():
+        while not Path(folder, "waiting").exists():
             time.sleep(0.01)
         raise ValueError("the cause")
     try:
-        is_waiting.touch()
+        Path(folder, "waiting").touch()
         time.sleep(60)
     finally:
-        time.sleep(seconds)
+        time.sleep(0.2)
         Path(folder, "cleaned").touch()
 
 
 def test_finally_blocks_of_the_others_run(tmp_path: Path) -> None:
     """A rank that is stopped runs its `finally` blocks, within the grace."""
     with pytest.raises(WorkerRaisedError, match="the cause"):
-        ddp("fork", grace_period_s=20).launch(clean_up_slowly, str(tmp_path), 0.2)
+        ddp("fork", grace_period_s=20).launch(clean_up_slowly, str(tmp_path))
     assert (tmp_path / "cleaned").exists()
 
 
@@ -454,9 +387,9 @@ def test_what_a_failing_rank_printed_is_not_lost(capfd: pytest.CaptureFixture[st
     """Output that was still in a failing rank's buffer is written."""
 
     def say_and_fail(strategy: Strategy) -> None:
-        print(f"last words of {strategy.global_rank}", end="")
+        print("before the failure", end="")
         raise ValueError("the cause")
 
     with pytest.raises(WorkerRaisedError):
         ddp("fork").launch(say_and_fail)
-    assert "last words of" in capfd.readouterr().out
+    assert "before the failure" in capfd.readouterr().out

@@ -12,27 +12,18 @@ from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import with_tests
 from tests.process.training_tasks import Regression, loader, quiet_trainer
 
-STRATEGIES = [
-    "ddp_fork",
-    pytest.param("ddp", marks=pytest.mark.soak),
-    pytest.param("ddp_spawn", marks=pytest.mark.soak),
-    pytest.param("ddp_forkserver", marks=pytest.mark.soak),
-]
+SOAK = pytest.mark.soak
+STRATEGIES = ["ddp_fork", *(pytest.param(f"ddp{end}", marks=SOAK) for end in ("", "_spawn", "_forkserver"))]
 
 SCRIPT = """
     import sys
+    from tests.process.test_foreign_checkpoints import train
 
-    from rankwise.callbacks import ModelCheckpoint
-    from tests.process.training_tasks import Regression, loader, quiet_trainer
-
-    saving = ModelCheckpoint(sys.argv[1], save_last=True)
-    trainer = quiet_trainer("ddp", 2, max_epochs=2, enable_checkpointing=True, callbacks=saving)
-    trainer.fit(Regression(), loader(16, 4), ckpt_path=sys.argv[2])
+    train("ddp", sys.argv[1], 2, ckpt_path=sys.argv[2])
 """
 
 
-def train(strategy: str, folder: Path, epochs: int, **options: Any) -> ModelCheckpoint:
-    """Train on two ranks with a `ModelCheckpoint` in a folder."""
+def train(strategy: str, folder: str | Path, epochs: int, **options: Any) -> ModelCheckpoint:
     saving = ModelCheckpoint(folder, save_last=True)
     trainer = quiet_trainer(strategy, 2, max_epochs=epochs, enable_checkpointing=True, callbacks=saving)
     trainer.fit(Regression(), loader(16, 4), **options)
@@ -40,9 +31,9 @@ def train(strategy: str, folder: Path, epochs: int, **options: Any) -> ModelChec
 
 
 def resume(strategy: str, folder: Path, path: Path, run_script: ScriptRunner) -> str:
-    """Train another epoch from a checkpoint; return the error, if any."""
     if strategy == "ddp":
-        return run_script(SCRIPT, str(folder), str(path), env=with_tests()).stderr
+        variables = with_tests({"PYTEST_CURRENT_TEST": None})  # it imports pytest, and is not run by it
+        return run_script(SCRIPT, str(folder), str(path), env=variables).stderr
     try:
         train(strategy, folder, 2, ckpt_path=path)
     except WorkerRaisedError as error:
@@ -55,13 +46,13 @@ def resume(strategy: str, folder: Path, path: Path, run_script: ScriptRunner) ->
 def test_what_no_fit_has_written(strategy: str, tmp_path: Path, run_script: ScriptRunner) -> None:
     """A part that only rank 1 uses is an error of the job, and so is another version."""
     train("ddp_fork", tmp_path, 1)
-    for change, problem in ((("version", 2), "has version 2"), (("ranks", None), "its random state cannot")):
+    path = tmp_path / "changed.pt"
+    for name, problem in (("version", "has version 2"), ("ranks", "its random state cannot")):
         checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
-        if change[0] == "ranks":
-            checkpoint["ranks"][1]["random"] = {}
+        if name == "version":
+            checkpoint["version"] = 2
         else:
-            checkpoint[change[0]] = change[1]
-        path = tmp_path / "changed.pt"
+            checkpoint["ranks"][1]["random"] = {}
         torch.save(checkpoint, path)
         error = resume(strategy, tmp_path, path, run_script)
         assert f"CheckpointError: Checkpoint '{path}': {problem}" in error, error
@@ -76,8 +67,8 @@ def test_only_the_runs_own_files_are_removed(strategy: str, tmp_path: Path, run_
     checkpoint = torch.load(run / "last.ckpt", weights_only=True)
     (state,) = checkpoint["callbacks"].values()
     torch.save(checkpoint, tmp_path / "sent.pt")
-    names = {"best_model_path": str(precious), "kth_best_model_path": str(precious)}
-    state.update(names, best_k_models={str(precious): torch.tensor(-1.0)})
+    state["best_model_path"] = state["kth_best_model_path"] = str(precious)
+    state["best_k_models"] = {str(precious): torch.tensor(-1.0)}
     torch.save(checkpoint, tmp_path / "changed.pt")
     assert "Error" not in resume(strategy, run, tmp_path / "changed.pt", run_script)
     assert precious.exists()

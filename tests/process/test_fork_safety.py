@@ -1,25 +1,22 @@
-"""Forking a process that has used several threads; processes that a rank forks end with it."""
+"""Forking a process that has used several threads; what a rank forks ends with it."""
 
 import gc
 import os
 import signal
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
-from rankwise.errors import WorkerKilledError
-from rankwise.strategies import Strategy
 from rankwise.testing import run_distributed
 from tests.helpers.load import slowdown
 from tests.helpers.scripts import ScriptRunner
-from tests.process.helpers import ddp
+from tests.process.helpers import ddp, with_tests
 
+SOAK = pytest.mark.soak
 HEAVY = """
-    import os, sys, threading, time
+    import sys, threading
     import torch
     from rankwise.strategies import DDPStrategy
     from torch import nn
@@ -40,8 +37,7 @@ HEAVY = """
             optimizer.zero_grad()
             model(torch.randn(512, 512)).square().mean().backward()
             optimizer.step()
-        seen = len(os.listdir("/proc/self/task"))
-        return torch.get_num_threads(), torch.__config__.parallel_info().count("OpenMP"), seen
+        return torch.get_num_threads()
 
     if __name__ == "__main__":
         torch.set_num_threads(2)
@@ -52,18 +48,17 @@ HEAVY = """
         for _ in range(2):
             work()
             strategy = DDPStrategy(start_method=sys.argv[1], accelerator="cpu", devices=2)
-            print("threads", strategy.launch(job)[0], flush=True)
+            print("threads", strategy.launch(job), flush=True)
             work()  # the caller's own pool is whole again
         print(torch.get_num_threads())
 """
 
 
-@pytest.mark.parametrize("start_method", ["fork", pytest.param("forkserver", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("forkserver", marks=SOAK)])
 def test_forking_after_parallel_work_trains(start_method: str, run_script: ScriptRunner) -> None:
     """After parallel work on two threads, forked ranks train on two threads each, in two launches."""
     result = run_script(HEAVY, start_method, env={"OMP_NUM_THREADS": "2"}, timeout=90)
-    assert result.returncode == 0, result
-    assert result.stdout.splitlines() == ["threads 2", "threads 2", "2"]
+    assert (result.returncode, result.stdout) == (0, "threads 2\nthreads 2\n2\n"), result
 
 
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["as_usual", "by_the_program"])
@@ -73,15 +68,11 @@ def test_a_forks_collections_leave_out_what_it_inherits(is_frozen: bool) -> None
         gc.freeze()
     try:
         strategy = ddp("fork")
-        strategy.launch(note_frozen)
+        strategy.launch(lambda _: gc.get_freeze_count())
         assert min(strategy.results.values()) > 10_000
         assert (gc.get_freeze_count() > 0) == is_frozen
     finally:
         gc.unfreeze()
-
-
-def note_frozen(strategy: Strategy) -> int:
-    return gc.get_freeze_count()
 
 
 IMPORTS = """
@@ -89,7 +80,6 @@ IMPORTS = """
     from pathlib import Path
     import torch
     from rankwise import Trainer, TrainingModule
-    from torch.nn.functional import mse_loss
 
     class Line(TrainingModule):
         def __init__(self):
@@ -97,7 +87,7 @@ IMPORTS = """
             self.layer = torch.nn.Linear(2, 1)
 
         def training_step(self, batch):
-            return mse_loss(self.layer(batch), torch.zeros(len(batch), 1))
+            return self.layer(batch).square().mean()
 
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -128,41 +118,8 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(threads) <= max(2, len(os.sched_getaffinity(0)))
 
 
-# ---------------------------------------------------------------------- what a rank forks
-
 GONE_S = 4.0
 """The limit for processes that were told to end. A loader's worker that notices itself takes over 5 s."""
-
-
-class SlowNumbers(torch.utils.data.Dataset[int]):
-    """Numbers, of which the later ones take a minute; each worker process writes down its pid."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-
-    def __len__(self) -> int:
-        return 100
-
-    def __getitem__(self, index: int) -> int:
-        Path(self.folder, f"worker-{os.getpid()}").touch()
-        if index >= 4:
-            time.sleep(60)
-        return index
-
-
-def load(strategy: Strategy, folder: str, ending: str) -> None:
-    loader = DataLoader(SlowNumbers(folder), num_workers=2)
-    for count, _ in enumerate(loader):
-        if count == 1:
-            strategy.barrier()
-            if ending == "kill" and strategy.global_rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if ending == "return":
-                return
-
-
-def loader_pids(folder: Path) -> list[int]:
-    return [int(path.name.partition("-")[2]) for path in folder.glob("worker-*")]
 
 
 def are_gone(pids: list[int], within_s: float) -> bool:
@@ -174,51 +131,28 @@ def are_gone(pids: list[int], within_s: float) -> bool:
     return True
 
 
-@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
-def test_data_workers_leave_with_a_killed_rank(start_method: str, tmp_path: Path) -> None:
-    """A rank is killed while its loader workers sleep: the job and the workers end in time."""
-    start = time.monotonic()
-    with pytest.raises(WorkerKilledError, match="global_rank=1"):
-        ddp(start_method).launch(load, str(tmp_path), "kill")
-    assert time.monotonic() - start < 40  # and not after the minute for which they sleep
-    pids = loader_pids(tmp_path)
-    assert len(pids) == 4
-    assert are_gone(pids, within_s=GONE_S)
-
-
 MAIN_KILLED = """
     import sys
-    import rankwise
     from rankwise.strategies import DDPStrategy
-    import os, pathlib, time, torch
-
-    class Numbers(torch.utils.data.Dataset):
-        def __len__(self):
-            return 100
-
-        def __getitem__(self, index):
-            if index >= 4:
-                time.sleep(60)
-            return index
+    from tests.process.test_loader_workers import Busy
+    from torch.utils.data import DataLoader
 
     def job(strategy):
-        for count, _ in enumerate(torch.utils.data.DataLoader(Numbers(), num_workers=2)):
-            if count == 1:
-                sys.stdout.write("loading\\n")
-                sys.stdout.flush()
+        for _ in DataLoader(Busy("."), num_workers=2):
+            print("loading", flush=True)
 
     if __name__ == "__main__":
         DDPStrategy(start_method=sys.argv[1], accelerator="cpu", devices=2).launch(job)
 """
+ENVIRONMENT = with_tests({"PYTEST_CURRENT_TEST": None})  # the program imports pytest, and is not run by it
 
 
 @pytest.mark.parametrize(
-    "start_method",
-    ["popen", "fork", *(pytest.param(m, marks=pytest.mark.soak) for m in ("spawn", "forkserver"))],
+    "start_method", ["popen", "fork", *(pytest.param(m, marks=SOAK) for m in ("spawn", "forkserver"))]
 )
 def test_data_workers_leave_with_the_main_process(start_method: str, run_script: ScriptRunner) -> None:
     """After SIGKILL of the main process the ranks and their sleeping loader workers end at once."""
-    running = run_script.start(MAIN_KILLED, start_method, siblings=1)
+    running = run_script.start(MAIN_KILLED, start_method, env=ENVIRONMENT, siblings=1)
     running.wait_for("loading", count=2)
     assert len(running.processes()) >= 6
     running.send_signal(signal.SIGKILL)
@@ -227,14 +161,10 @@ def test_data_workers_leave_with_the_main_process(start_method: str, run_script:
 
 def test_the_callers_own_data_workers_do_not_hold_ranks(run_script: ScriptRunner) -> None:
     """Loader workers that the main process has forked do not keep the ranks alive when it is killed."""
-    source = MAIN_KILLED.replace(
-        "        DDPStrategy(",
-        "        loader = torch.utils.data.DataLoader(Numbers(), num_workers=1, persistent_workers=True)\n"
-        "        iterator = iter(loader)\n"
-        "        next(iterator)\n"
-        "        DDPStrategy(",
-    )
-    running = run_script.start(source, "fork")
+    loader = "DataLoader([0, 1], num_workers=1, persistent_workers=True)"
+    begin = f"        iterator = iter({loader})\n        next(iterator)\n"
+    source = MAIN_KILLED.replace("        DDPStrategy(", f"{begin}        DDPStrategy(")
+    running = run_script.start(source, "fork", env=ENVIRONMENT)
     running.wait_for("loading", count=2)
     ranks = [p for p in psutil.Process(running.pid).children() if len(p.children()) == 2]
     assert len(ranks) == 2

@@ -40,7 +40,6 @@ class PlainLauncher(Launcher):
 
 
 def work(entry: Entry, worker: WorkerContext, values: Any) -> None:
-    """Be a rank."""
     values.put((worker.ranks.global_rank, entry(worker)))
 
 
@@ -57,7 +56,6 @@ def test_each_rank_trains_its_own_parameters(start_method: str) -> None:
 
 
 def drawn(strategy: Strategy) -> tuple[float, torch.dtype]:
-    """Return what depends on the state of the caller."""
     return float(torch.rand(())), torch.get_default_dtype()
 
 

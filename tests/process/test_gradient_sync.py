@@ -34,9 +34,19 @@ def weights(module: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
 
-def fitted(arguments: dict[str, Any], max_steps: int) -> tuple[Trainer, Regression]:
-    trainer, module = trainer_on(arguments, max_steps), Regression("adam")
-    trainer.fit(module, loader(64, 4))
+def gradients(module: nn.Module, wrapped: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    x, y = batch
+    nn.functional.mse_loss(wrapped(x), y).backward()
+    return flat_gradients(module)
+
+
+def flat_gradients(module: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+
+
+def fitted(arguments: dict[str, Any], steps: int, module: Any = None, **options: Any) -> tuple[Trainer, Any]:
+    trainer, module = trainer_on(arguments, steps), module or Regression("adam")
+    trainer.fit(module, loader(64, 4), **options)
     return trainer, module
 
 
@@ -46,35 +56,29 @@ def test_hook_memory_goes_through_a_checkpoint(tmp_path: Path) -> None:
     _, whole = fitted(POWERSGD, 8)
     stopped, module = fitted(POWERSGD, 5)
     stopped.save_checkpoint(tmp_path / "five.ckpt")
-    states = torch.load(tmp_path / "five.ckpt", weights_only=True)["comm_hooks"]
+    checkpoint = torch.load(tmp_path / "five.ckpt", weights_only=True)
+    states = checkpoint.pop("comm_hooks")
     assert [[entry["iter"] for entry in entries] for entries in states] == [[5], [5]]
 
-    resumed, resumed_module = trainer_on(POWERSGD, 8), Regression("adam")
-    resumed.fit(resumed_module, loader(64, 4), ckpt_path=tmp_path / "five.ckpt")
-    torch.testing.assert_close(weights(resumed_module), weights(whole), rtol=0, atol=0)
+    _, resumed = fitted(POWERSGD, 8, ckpt_path=tmp_path / "five.ckpt")
+    torch.testing.assert_close(weights(resumed), weights(whole), rtol=0, atol=0)
 
-    del states
-    forgetful, forgetful_module = trainer_on(POWERSGD, 8), Regression("adam")
-    checkpoint = torch.load(tmp_path / "five.ckpt", weights_only=True)
-    del checkpoint["comm_hooks"]
     torch.save(checkpoint, tmp_path / "less.ckpt")
-    forgetful.fit(forgetful_module, loader(64, 4), ckpt_path=tmp_path / "less.ckpt")
-    assert not torch.allclose(weights(forgetful_module), weights(whole), rtol=0, atol=1e-6)
-    assert stopped.strategy.gradients.gathered_states()[1][0]["errors"].keys() == {
-        name for name, _ in module.named_parameters()
-    }
+    _, forgetful = fitted(POWERSGD, 8, ckpt_path=tmp_path / "less.ckpt")
+    assert not torch.allclose(weights(forgetful), weights(whole), rtol=0, atol=1e-6)
+    names = {name for name, _ in module.named_parameters()}
+    assert stopped.strategy.gradients.gathered_states()[1][0]["errors"].keys() == names
 
 
 def test_hook_memory_comes_back_to_the_caller() -> None:
     """A second fit goes on with the memory of the first; another module's fit starts without any."""
     trainer, module = fitted(POWERSGD, 5)
     trainer.max_steps = 8
-    trainer.fit(module, loader(64, 4))
-    states = trainer.strategy.gradients.gathered_states()
-    assert [[entry["iter"] for entry in entries] for entries in states] == [[8], [8]]
-    trainer.fit(Regression("adam"), loader(64, 4))
-    states = trainer.strategy.gradients.gathered_states()
-    assert [[entry["iter"] for entry in entries] for entries in states] == [[8], [8]]
+    states: Any = None
+    for each in (module, Regression("adam")):
+        trainer.fit(each, loader(64, 4))
+        states = trainer.strategy.gradients.gathered_states()
+        assert [[entry["iter"] for entry in entries] for entries in states] == [[8], [8]]
     assert float(states[0][0]["errors"]["net.0.weight"].abs().max()) > 0
 
 
@@ -105,8 +109,6 @@ def test_powersgd_in_many_buckets_on_gloo(by: str) -> None:
 
 
 class Sharded(Regression):
-    """Trains with torch's `ZeroRedundancyOptimizer`."""
-
     def configure_optimizers(self) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own, of what it imports
@@ -116,33 +118,21 @@ class Sharded(Regression):
 
 
 def test_optimizer_state_of_a_sharded_optimizer(tmp_path: Path) -> None:
-    """`ZeroRedundancyOptimizer` through the Trainer: checkpoints have its whole state, and fits go on.
-
-    It equals Adam on one rank; the caller, which has no process group, keeps its state for the next fit.
-    """
-    arguments: dict[str, Any] = {}
-    expected = quiet_trainer("single_device", 1, max_steps=6)
+    """It equals Adam on one rank. The caller, and checkpoints, have its whole state, so that fits go on."""
     expected_module = Regression()
-    expected_module.configure_optimizers = lambda: torch.optim.Adam(  # type: ignore[method-assign]  # for once
-        expected_module.parameters(), lr=0.01
-    )
-    expected.fit(expected_module, loader(64, 8))
+    adam = torch.optim.Adam(expected_module.parameters(), lr=0.01)
+    expected_module.configure_optimizers = lambda: adam  # type: ignore[method-assign]  # for once
+    quiet_trainer("single_device", 1, max_steps=6).fit(expected_module, loader(64, 8))
 
-    trainer, module = trainer_on(arguments, 3, enable_checkpointing=False), Sharded()
-    trainer.fit(module, loader(64, 4))
+    trainer, module = fitted({}, 3, Sharded())
+    trainer.save_checkpoint(tmp_path / "three.ckpt")
     trainer.max_steps = 6
     trainer.fit(module, loader(64, 4))
-    torch.testing.assert_close(weights(module), weights(expected_module), rtol=0, atol=1e-9)
-
-    first, first_module = trainer_on(arguments, 3), Sharded()
-    first.fit(first_module, loader(64, 4))
-    first.save_checkpoint(tmp_path / "three.ckpt")
-    saved = torch.load(tmp_path / "three.ckpt", weights_only=True)["optimizer_states"]
-    assert len(saved) == 1
-    assert set(saved[0]["state"]) == set(range(4))
-    resumed, resumed_module = trainer_on(arguments, 6), Sharded()
-    resumed.fit(resumed_module, loader(64, 4), ckpt_path=tmp_path / "three.ckpt")
-    torch.testing.assert_close(weights(resumed_module), weights(expected_module), rtol=0, atol=1e-9)
+    [saved] = torch.load(tmp_path / "three.ckpt", weights_only=True)["optimizer_states"]
+    assert set(saved["state"]) == set(range(4))
+    _, resumed = fitted({}, 6, Sharded(), ckpt_path=tmp_path / "three.ckpt")
+    for each in (module, resumed):
+        torch.testing.assert_close(weights(each), weights(expected_module), rtol=0, atol=1e-9)
 
 
 @pytest.mark.quick
@@ -150,7 +140,7 @@ def test_averaging_refuses_a_sharded_optimizer() -> None:
     """The error of every rank is the one that says so."""
     arguments = {"comm_hook": "post_localsgd", "model_averaging_period": 2}
     with pytest.raises(WorkerRaisedError, match="ZeroRedundancyOptimizer") as caught:
-        trainer_on(arguments, 3).fit(Sharded(), loader(64, 4))
+        fitted(arguments, 3, Sharded())
     assert caught.value.exception_type == ConfigurationError.__name__
 
 
@@ -184,33 +174,17 @@ class Apart(Callback):
 @pytest.mark.quick
 def test_one_model_is_validated_and_saved(tmp_path: Path) -> None:
     """Between averages of post-local SGD, validations and checkpoints average the models too."""
-    arguments = {
-        "comm_hook": "post_localsgd:start_localSGD_iter=0,subgroup_size=1",
-        "model_averaging_period": 4,
-    }
+    hook = "post_localsgd:start_localSGD_iter=0,subgroup_size=1"
+    arguments = {"comm_hook": hook, "model_averaging_period": 4}
     apart, module = Apart(), Regression()
     callbacks = [apart, ModelCheckpoint(tmp_path, every_n_train_steps=7, save_last=True)]
     options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": callbacks, "val_check_interval": 3}
-    trainer = trainer_on(arguments, 8, **options)
-    trainer.fit(module, loader(64, 4), loader(10, 4))
-    distances = apart.distances
-    assert [bool(distance) for distance in distances["step"]] == [
-        False,
-        True,
-        True,
-        True,
-        False,
-        True,
-        True,
-        True,
-    ]
-    assert distances["validation"] == [0.0] * 2
-    assert distances["checkpoint"][:1] == [0.0]
+    trainer_on(arguments, 8, **options).fit(module, loader(64, 4), loader(10, 4))
+    assert [bool(distance) for distance in apart.distances["step"]] == [False, True, True, True] * 2
+    assert (apart.distances["validation"], apart.distances["checkpoint"][:1]) == ([0.0] * 2, [0.0])
 
 
 class Partial(Regression):
-    """Has a layer that nothing uses."""
-
     def __init__(self) -> None:
         super().__init__()
         self.spare = nn.Linear(2, 2)
@@ -220,16 +194,14 @@ class Partial(Regression):
 def test_unused_parameters_are_named() -> None:
     """DDP's error comes back with the names, by rank, from the first step."""
     with pytest.raises(WorkerRaisedError, match="2 parameters of Partial") as caught:
-        trainer_on({}, 1).fit(Partial(), loader(64, 4))
+        fitted({}, 1, Partial())
     assert caught.value.exception_type == UnusedParametersError.__name__
     assert "unused on global_rank=0: 'spare.weight', 'spare.bias'" in str(caught.value)
 
 
 def check_on_processes(case: Case) -> None:
-    """Real processes on gloo have one process's weights."""
-    strategy = ddp("fork", devices=case.world_size, **case.strategy_options)
-    trainer, module = quiet_trainer(strategy, case.world_size, **case.trainer_options), Model(case)
-    trainer.fit(module, case_loader(case))
+    strategy, module = ddp("fork", devices=case.world_size, **case.strategy_options), Model(case)
+    quiet_trainer(strategy, case.world_size, **case.trainer_options).fit(module, case_loader(case))
     torch.testing.assert_close(weights(module), expected_weights(case), rtol=0, atol=1e-6)
 
 
@@ -250,40 +222,30 @@ def test_ranks_equal_one_process_again_and_again(case: Case) -> None:
     check_on_processes(case)
 
 
-def gradients_by_hook(strategy: DDPStrategy, names: list[str]) -> list[list[Tensor]]:
-    """Return each named hook's gradients, for the same data."""
+def gradients_by_hook(strategy: DDPStrategy, names: list[str]) -> list[Tensor]:
     found = []
     for name in names:
-        again = DDPStrategy(accelerator="cpu", devices=2, comm_hook=name)
-        strategy.gradients = again.gradients
+        strategy.gradients = DDPStrategy(accelerator="cpu", devices=2, comm_hook=name).gradients
         module = Regression()
         wrapped = strategy.setup_module(module)
-        x, y = loader(8, 8).dataset[strategy.global_rank :: 2]
         with strategy.gradient_sync_context(wrapped):
-            nn.functional.mse_loss(wrapped(x), y).backward()
-        found.append([parameter.grad for parameter in module.parameters() if parameter.grad is not None])
+            found.append(gradients(module, wrapped, loader(8, 8).dataset[strategy.global_rank :: 2]))
     return found
 
 
 def test_hooks_work_on_gloo() -> None:
     """Every averaging hook gives gloo's ranks the same gradients, near one process's; bf16 included."""
     names = ["allreduce", "fp16_compress", "bf16_compress", "powersgd"]
-    strategy = ddp("fork")
+    strategy, single = ddp("fork"), Regression()
     strategy.launch(gradients_by_hook, names)
-    single = Regression()
-    x, y = loader(8, 8).dataset[:]
-    nn.functional.mse_loss(single(x), y).backward()
-    expected = [parameter.grad for parameter in single.parameters()]
-    for number, name in enumerate(names):
-        first, second = (strategy.results[rank][number] for rank in (0, 1))
+    expected = gradients(single, single, loader(8, 8).dataset[:])
+    for name, first, second in zip(names, strategy.results[0], strategy.results[1], strict=True):
         atol = {"fp16_compress": 1e-2, "bf16_compress": 5e-2}.get(name, 1e-12)
-        for mine, other, theirs in zip(first, second, expected, strict=True):
-            torch.testing.assert_close(mine, other, rtol=0, atol=0)
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=atol)
+        torch.testing.assert_close(first, second, rtol=0, atol=0)
+        torch.testing.assert_close(first, expected, rtol=0, atol=atol)
 
 
 def registered_by_hand(strategy: DDPStrategy) -> list[Tensor]:
-    """Return the gradients of models that DDP alone has wrapped, with and without hooks."""
     found = []
     hooks: list[tuple[Any, Any]] = [
         (None, None),
@@ -296,9 +258,7 @@ def registered_by_hand(strategy: DDPStrategy) -> list[Tensor]:
         module = Regression()
         wrapped = nn.parallel.DistributedDataParallel(module)
         register_ddp_comm_hook(wrapped, hook=hook, wrapper=wrapper)
-        x, y = loader(8, 8).dataset[strategy.global_rank :: 2]
-        nn.functional.mse_loss(wrapped(x), y).backward()
-        found.append(torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]))
+        found.append(gradients(module, wrapped, loader(8, 8).dataset[strategy.global_rank :: 2]))
     return found
 
 
@@ -323,17 +283,14 @@ def weighted_by_hand(strategy: DDPStrategy, hook: str | None) -> Tensor:
         wrapped.zero_grad()
         with strategy.gradient_sync_context(wrapped):
             strategy.weighted_loss(nn.functional.mse_loss(wrapped(x), y), 10_000 * len(x)).backward()
-    return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+    return flat_gradients(module)
 
 
 @pytest.mark.parametrize(("hook", "atol"), [(None, 1e-12), ("fp16_compress", 1e-2)])
 def test_logged_weights_on_gloo(hook: str | None, atol: float) -> None:
     """Weights too large for 16 bits: the gradients of one process that has all samples."""
-    strategy = ddp("fork")
+    strategy, single = ddp("fork"), Regression()
     strategy.launch(weighted_by_hand, hook)
-    single = Regression()
-    x, y = loader(8, 8).dataset[:]
-    nn.functional.mse_loss(single(x), y).backward()
-    expected = torch.cat([p.grad.flatten() for p in single.parameters() if p.grad is not None])
+    expected = gradients(single, single, loader(8, 8).dataset[:])
     for rank in (0, 1):
         torch.testing.assert_close(strategy.results[rank], expected, rtol=0, atol=atol)

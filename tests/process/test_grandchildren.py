@@ -11,9 +11,7 @@ METHODS = (*FROM_A_PROCESS, "popen")
 STATES = ("busy", "stopped")
 
 WAIT = """
-    import os
-    import signal
-    import time
+    import os, signal, sys, time
     from pathlib import Path
 
     def be_child(state, path):
@@ -21,6 +19,12 @@ WAIT = """
         if state == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
         sum(range(10**12))  # in one call of C code, with the interpreter's lock
+
+    def fork(state, path):
+        if os.fork() == 0:
+            be_child(state, path)
+        while not Path(path).exists() or not Path(path).read_text():
+            time.sleep(0.01)
 
     def is_gone(pid):
         try:
@@ -35,30 +39,23 @@ WAIT = """
 """
 
 CHILD = """
-    import sys
-
     from rankwise.errors import WorkerKilledError
     from rankwise.strategies import DDPStrategy
 
     def job(strategy, state, path):
         strategy.barrier()
         if strategy.global_rank == 1:
-            if os.fork() == 0:
-                be_child(state, path)
-            while not Path(path).exists() or not Path(path).read_text():
-                time.sleep(0.01)
+            fork(state, path)
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)
 
     if __name__ == "__main__":
-        method, state = sys.argv[1:]
-        path = Path("pid").absolute()
+        strategy = DDPStrategy(accelerator="cpu", devices=2, start_method=sys.argv[1])
         try:
-            strategy = DDPStrategy(accelerator="cpu", devices=2, start_method=method)
-            strategy.launch(job, state, str(path))
+            strategy.launch(job, sys.argv[2], str(Path("pid").absolute()))
         except WorkerKilledError as error:
             print(error.global_rank)
-        wait_until_gone([int(path.read_text())])
+        wait_until_gone([int(Path("pid").read_text())])
 """
 
 
@@ -73,23 +70,17 @@ def test_a_process_that_a_killed_rank_has_forked(state: str, method: str, run_sc
 
 
 LEAVES = """
-    import sys
-
     from rankwise.strategies import DDPStrategy
 
     def job(strategy, state):
         if strategy.global_rank == 1:
-            if os.fork() == 0:
-                be_child(state, "pid")
-            while not Path("pid").exists() or not Path("pid").read_text():
-                time.sleep(0.01)
+            fork(state, "pid")
         strategy.barrier()
         return time.monotonic()
 
     if __name__ == "__main__":
-        method, state = sys.argv[1:]
-        strategy = DDPStrategy(accelerator="cpu", devices=2, start_method=method)
-        ended_s = strategy.launch(job, state)
+        strategy = DDPStrategy(accelerator="cpu", devices=2, start_method=sys.argv[1])
+        ended_s = strategy.launch(job, sys.argv[2])
         if strategy.is_global_zero:
             print(time.monotonic() - ended_s, flush=True)
             wait_until_gone([int(Path("pid").read_text())])
@@ -102,17 +93,13 @@ LEAVES = """
 def test_a_process_that_a_rank_leaves(state: str, method: str, run_script: ScriptRunner) -> None:
     """The launch does not wait for it, and it ends with the rank."""
     result = run_script(WAIT + LEAVES, method, state, siblings=1)
-    assert result.returncode == 0, result
     waited_s, gone = result.stdout.split()
+    assert (result.returncode, gone) == (0, "gone"), result
     assert float(waited_s) < 4 * slowdown(), result
-    assert gone == "gone", result
 
 
 AGENT = """
-    import resource
-    import subprocess
-    import sys
-
+    import resource, subprocess
     from rankwise.strategies import DDPElasticStrategy
 
     def job(strategy, state):

@@ -6,20 +6,15 @@ import torch
 from tests.helpers.scripts import ScriptRunner
 
 PROGRAM = """
-import threading
-import time
+import threading, time
 from datetime import timedelta
-
 import torch
 import torch.distributed as dist
-
 from rankwise.process_group.group import process_group
 from rankwise.ranks import RankInfo
 
-
 is_destroyed, is_gone = threading.Event(), threading.Event()
 too_early = []  # those whose reduction was done before they were passed on: the main thread has called them
-
 
 class Hook:
     '''What refers to its group, as a hook's state does, and goes after everybody else.'''
@@ -38,10 +33,8 @@ class Hook:
         print("the callback is gone", flush=True)
         is_gone.set()
 
-
-with process_group(
-    dist.HashStore(), RankInfo(0, 0, 0, 1, 1, 1), "gloo", torch.device("cpu"), timeout=timedelta(seconds=60)
-):
+place = RankInfo(0, 0, 0, 1, 1, 1)
+with process_group(dist.HashStore(), place, "gloo", torch.device("cpu"), timeout=timedelta(seconds=60)):
     tries = 0
     while len(too_early) == tries:
         tries += 1
@@ -62,20 +55,15 @@ def test_the_thread_does_not_wait_for_itself(run_script: ScriptRunner) -> None:
 
 WRAPPED = """
 from pathlib import Path
-
 import torch
-
 import rankwise
-
 
 def job(strategy):
     strategy.setup_module(torch.nn.Linear(2, 2))
     return threads_of_gloo()
 
-
 def threads_of_gloo():
     return sum("gloo" in path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
-
 
 during = rankwise.DDPStrategy(start_method="popen", accelerator="cpu", devices=1).launch(job)
 print(during > 0, threads_of_gloo())

@@ -100,17 +100,10 @@ def test_hooks_that_do_what_the_trainer_does(options: dict[str, Any]) -> None:
     """With windows, clipping and a rank that has fewer batches: the same weights, bit by bit."""
     has_spare = "find_unused_parameters" in options
     models = [Plain(has_spare=has_spare), Hooked(has_spare=has_spare)]
+    settings = {"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
     for model in models:
-        trainer = quiet_trainer(
-            ddp("fork", **options),
-            2,
-            max_epochs=2,
-            accumulate_grad_batches=2,
-            gradient_clip_val=0.1,
-            uneven_inputs="join",
-        )
+        trainer = quiet_trainer(ddp("fork", **options), 2, uneven_inputs="join", **settings)
         trainer.fit(model, loader(36, 4))
         assert trainer.global_step == 6
-    plain, hooked = (model.state_dict() for model in models)
-    for name in plain:
-        assert torch.equal(plain[name], hooked[name])
+    for plain, hooked in zip(*(model.state_dict().values() for model in models), strict=True):
+        assert torch.equal(plain, hooked)

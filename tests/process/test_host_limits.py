@@ -4,7 +4,6 @@ import pytest
 
 from tests.helpers.ports import free_port
 from tests.helpers.scripts import ScriptResult, ScriptRunner
-from tests.helpers.shared import computed_once
 from tests.process import host_cases
 from tests.process.helpers import Cases, cases_of, combinations
 from tests.process.test_host_programs import ALL_METHODS, ELASTIC, METHODS, by_seccomp
@@ -24,9 +23,9 @@ def test_patched_threads(method: str, cases: Cases) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_patched_threads_where_ranks_exist(world_size: int, cases: Cases) -> None:
     """A rank that another launcher has started refuses them too, unless it is alone."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     places = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
-    env = {**places, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    result = cases("patched_threads", "popen", "auto", env=env)
+    result = cases("patched_threads", "popen", "auto", env={**places, **address})
     assert ("gevent has replaced Python's threads" in result.stdout) == (world_size == 2), result
     assert ("fine" in result.stdout) == (world_size == 1), result
 
@@ -46,19 +45,13 @@ def test_too_few_files(method: str, cases: Cases) -> None:
 
 @by_seccomp
 @pytest.mark.parametrize("method", [*METHODS, *ELASTIC])
-@pytest.mark.parametrize(
-    ("situation", "problem"),
-    [
-        ("processes", "this user may start no more processes or threads"),
-        ("memory", "there is not enough memory for another process"),
-        ("threads", "this user may start no more processes or threads"),
-    ],
-    ids=["processes", "memory", "threads"],
-)
-def test_too_few_processes(situation: str, problem: str, method: str, cases: Cases) -> None:
+@pytest.mark.parametrize("situation", ["processes", "memory", "threads"])
+def test_too_few_processes(situation: str, method: str, cases: Cases) -> None:
     """The limit is named, and no process is left."""
     result = cases("few_processes", situation, method)
     assert result.returncode == 0, result
+    memory, user = "there is not enough memory for another process", "this user may start no more processes"
+    problem = memory if situation == "memory" else f"{user} or threads"
     assert f"The ranks cannot be started: {problem}" in result.stdout, result
 
 
@@ -85,15 +78,11 @@ LAUNCHES = """
 
 def _outcomes(result: ScriptResult) -> dict[str, str]:
     assert result.returncode == 0, result
-    outcomes = [line.split(maxsplit=1) for line in result.stdout.split("--- ") if line]
-    return dict(outcomes)
+    return dict(line.split(maxsplit=1) for line in result.stdout.split("--- ") if line)
 
 
 REMOVED = """
-    import os
-    import sys
-    import tempfile
-
+    import os, sys, tempfile
     import torch
 
     folder = tempfile.mkdtemp()
@@ -114,9 +103,7 @@ def test_a_working_directory_that_has_been_removed(run_script: ScriptRunner) -> 
 
 
 MOVED = """
-    import os
-    import sys
-
+    import os, sys
     import rankwise
 
     if __name__ == "__main__":
@@ -128,19 +115,15 @@ MOVED = """
 @pytest.mark.parametrize(
     "methods", [("fork", "elastic-fork", "popen"), pytest.param(ALL_METHODS, marks=pytest.mark.soak)], ids=len
 )
-def test_a_program_that_has_left_a_removed_directory(
-    methods: tuple[str, ...], run_script: ScriptRunner
-) -> None:
-    """It works in another one; a script, which would be run again in the first one, is refused."""
-    folder = run_script.folder / "started_in"
-    folder.mkdir()
+def test_a_program_that_has_left_a_folder(methods: tuple[str, ...], run_script: ScriptRunner) -> None:
+    """A job works when it is removed; a script, which would be run again in the first one, is refused."""
+    (folder := run_script.folder / "started_in").mkdir()
     outcomes = _outcomes(run_script(MOVED + LAUNCHES, *methods, cwd=folder))
     refused = outcomes.pop("popen")
     assert refused.startswith("LaunchRefusedError"), outcomes
     assert "the folder that it was started in has been removed" in refused
-    assert {method: outcome.strip() for method, outcome in outcomes.items()} == dict.fromkeys(
-        set(methods) - {"popen"}, "fine"
-    )
+    assert set(outcomes) == set(methods) - {"popen"}
+    assert {outcome.strip() for outcome in outcomes.values()} == {"fine"}
 
 
 @pytest.mark.parametrize(
@@ -160,38 +143,23 @@ def test_a_rank_that_handles_sigusr2(how: str, method: str, cases: Cases) -> Non
     assert result.stdout.count("own handler") == expected, result
 
 
-@pytest.fixture
-@computed_once
-def forking_script(cases: Cases) -> ScriptResult:
-    """Run a script in which one rank forks after a job, and then the other one."""
-    return cases("forks_after_a_job", siblings=1)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_script_that_forks_after_a_job(rank: int, forking_script: ScriptResult) -> None:
+def test_a_script_that_forks_after_a_job(cases: Cases) -> None:
     """The child has no part in the script's processes: it may not launch with them, and exits by itself."""
-    result = forking_script
-    assert result.returncode == 0, result
-    launch = result.stdout.partition(f"launch of {rank}:\n")[2]
-    assert launch.startswith("LaunchRefusedError"), result
-    assert "No job can start in a process that a rank has forked" in launch.splitlines()[0], result
-    assert f"child of {rank}: 0\n" in result.stdout, result
-    assert f"child of {rank}: 3\n" in result.stdout, result
-    assert result.stdout.count(f"after {rank}: fine\n") == 2, result
-    assert result.stderr == "", result
+    result = cases("forks_after_a_job", siblings=1)
+    assert (result.returncode, result.stderr) == (0, ""), result
+    for rank in range(2):
+        launch = result.stdout.partition(f"launch of {rank}:\n")[2].splitlines()[0]
+        assert launch.startswith("LaunchRefusedError"), result
+        assert "No job can start in a process that a rank has forked" in launch, result
+        assert f"child of {rank}: 0\n" in result.stdout, result
+        assert f"child of {rank}: 3\n" in result.stdout, result
+        assert result.stdout.count(f"after {rank}: fine\n") == 2, result
 
 
-@pytest.fixture(params=METHODS)
-@computed_once
-def left_descriptors(request: pytest.FixtureRequest, cases: Cases) -> ScriptResult:
-    """Run a program that counts its descriptors, as usual and where SIGCHLD is ignored."""
-    return cases("descriptors", request.param)
-
-
-@pytest.mark.parametrize("situation", ["default", "ignored"])
-def test_a_launch_leaves_no_descriptors(situation: str, left_descriptors: ScriptResult) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_a_launch_leaves_no_descriptors(method: str, cases: Cases) -> None:
     """All are closed at its end, not when garbage is collected, nor kept for a status that nobody knows."""
-    result = left_descriptors
+    result = cases("descriptors", method)
     assert result.returncode == 0, result
-    count = 2 if "popen" in result.command else 1
-    assert result.stdout.count(f"{situation} 0 0\n") == count, result
+    for situation in ("default", "ignored"):
+        assert result.stdout.count(f"{situation} 0 0\n") == (2 if method == "popen" else 1), result

@@ -1,6 +1,7 @@
 """Programs around a job that have changed what a process has of the operating system."""
 
 import itertools
+import re
 import signal
 import sys
 from pathlib import Path
@@ -14,16 +15,12 @@ from tests.process.helpers import METHODS as START_METHODS
 from tests.process.helpers import Cases, cases_of, combinations
 from tests.process.host_cases import FORK_ENDS
 
-METHODS = [
-    "fork",
-    "popen",
-    pytest.param("spawn", marks=pytest.mark.soak),
-    pytest.param("forkserver", marks=pytest.mark.soak),
-]
-
-ELASTIC = ["elastic-fork", pytest.param("elastic-spawn", marks=pytest.mark.soak)]
+SOAK = pytest.mark.soak
+METHODS = ["fork", "popen", *(pytest.param(method, marks=SOAK) for method in ("spawn", "forkserver"))]
+ELASTIC = ["elastic-fork", pytest.param("elastic-spawn", marks=SOAK)]
 
 FORKING = ("fork", "elastic-fork")
+UNKNOWN = ("ignored", "reaped")  # how exit codes can be unknown
 ALL_METHODS = (*FORKING, "spawn", "forkserver", "elastic-spawn", "popen")
 
 cases = cases_of(host_cases)
@@ -33,12 +30,9 @@ cases = cases_of(host_cases)
 @pytest.mark.parametrize(
     ("situation", "method"),
     combinations(
-        ("timeout", "ignored", "reaped"),
+        ("timeout", *UNKNOWN),
         ALL_METHODS,
-        quick=[
-            *itertools.product(("timeout", "ignored", "reaped"), FORKING),
-            ("ignored", "popen"),
-        ],
+        quick=[*itertools.product(("timeout", *UNKNOWN), FORKING), ("ignored", "popen")],
     ),
 )
 def test_a_good_job(situation: str, method: str, cases: Cases) -> None:
@@ -50,11 +44,7 @@ def test_a_good_job(situation: str, method: str, cases: Cases) -> None:
 
 @pytest.mark.parametrize(
     ("situation", "method"),
-    combinations(
-        ("ignored", "reaped"),
-        ALL_METHODS,
-        quick=[*itertools.product(("ignored", "reaped"), FORKING), ("reaped", "popen")],
-    ),
+    combinations(UNKNOWN, ALL_METHODS, quick=[*itertools.product(UNKNOWN, FORKING), ("reaped", "popen")]),
 )
 def test_a_killed_rank_whose_exit_code_is_unknown(situation: str, method: str, cases: Cases) -> None:
     """The rank is named, and why its exit code is not known; where it is known all the same, the signal."""
@@ -67,8 +57,7 @@ def test_a_killed_rank_whose_exit_code_is_unknown(situation: str, method: str, c
 
 
 @pytest.mark.parametrize(
-    "method",
-    ["forkserver", *(pytest.param(method, marks=pytest.mark.soak) for method in ("fork", "spawn", "popen"))],
+    "method", ["forkserver", *(pytest.param(each, marks=SOAK) for each in ("fork", "spawn", "popen"))]
 )
 def test_a_killed_rank_of_a_host_that_blocks_signals(method: str, cases: Cases) -> None:
     """Its exit status is known: a forkserver gets it by SIGCHLD, and begins with the signals blocked."""
@@ -77,11 +66,11 @@ def test_a_killed_rank_of_a_host_that_blocks_signals(method: str, cases: Cases) 
 
 
 @pytest.mark.parametrize(
-    "method", ["fork", *(pytest.param(each, marks=pytest.mark.soak) for each in ("spawn", "forkserver"))]
+    "method", ["fork", *(pytest.param(each, marks=SOAK) for each in ("spawn", "forkserver"))]
 )
 def test_elastic_ranks_of_a_host_that_blocks_signals(method: str, cases: Cases) -> None:
     """They receive SIGTERM, by which torch's agent ends them, and no other signal that was blocked."""
-    result = cases("elastic_blocked", method)
+    result = cases("in_situation", "blocked", f"elastic-{method}", "blocked_signals")
     assert result.stdout == "{<Signals.SIGUSR1: 10>}\n", result
 
 
@@ -99,7 +88,7 @@ def test_a_host_whose_wake_up_descriptor_is_full(method: str, cases: Cases) -> N
     assert "fine" in result.stdout, result
 
 
-@pytest.mark.parametrize("name", ["good", pytest.param("bad", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("name", ["good", pytest.param("bad", marks=SOAK)])
 def test_a_forkserver_that_is_killed_during_a_job(name: str, cases: Cases, tmp_path: Path) -> None:
     """Its ranks go on without it; the next launch has another one."""
     result = cases("forkserver_killed", name, str(tmp_path))
@@ -108,36 +97,40 @@ def test_a_forkserver_that_is_killed_during_a_job(name: str, cases: Cases, tmp_p
     assert ("fine\nfine" if name == "good" else "WorkerKilledError 1 ") in result.stdout, result
 
 
-@pytest.mark.parametrize("method", METHODS[:1])
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.soak)])
-def test_a_title_that_is_cut_within_a_character(rank: int, method: str, cases: Cases) -> None:
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=SOAK)])
+def test_a_title_that_is_cut_within_a_character(rank: int, cases: Cases) -> None:
     """The supervisor reads what /proc says of a rank, whatever bytes that are."""
-    result = cases("cut_title", str(rank), method)
+    result = cases("cut_title", str(rank), "fork")
     assert f"Error {rank} Worker global_rank={rank} " in result.stdout, result
 
 
-def test_a_script_that_writes_to_its_channel(cases: Cases) -> None:
-    """The rank is named, and the main process ends."""
-    result = cases("writes_to_channel", siblings=1)
-    assert result.returncode == 1, result
-    assert "global_rank=1" in result.stderr, result
-    assert "what it sent is no message" in result.stderr, result
-
-
-by_seccomp = pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="system calls are forbidden by seccomp"
+@pytest.mark.parametrize(
+    ("command", "code", "stdout", "stderr"),
+    [
+        (["writes_to_channel"], 1, ".*", "global_rank=1.*what it sent is no message"),
+        (["rest_of_a_script"], 3, "the rest\n", "Worker global_rank=1"),  # rank 0 comes to the end of its own
+        (["interrupted"], 0, "saved\ninterrupted\n", ""),  # what stopped ranks raise does not end it
+        (["busy", "popen", "swallow", "sigterm"], 128 + signal.SIGTERM, ".*", ""),  # after the grace period
+        (["without_grace"], 0, ".*WorkerRaisedError 1 .*", ""),  # it can be interrupted without one
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
 )
+def test_a_script(command: list[str], code: int, stdout: str, stderr: str, cases: Cases) -> None:
+    """The main process, which is rank 0, ends as it should, and names the rank that fails."""
+    result = cases(*command, siblings=1)
+    assert result.returncode == code, result
+    assert re.fullmatch(stdout, result.stdout, re.DOTALL), result
+    assert re.search(stderr, result.stderr, re.DOTALL), result
+
+
+by_seccomp = pytest.mark.skipif(sys.platform != "linux", reason="system calls are forbidden by seccomp")
 
 
 @by_seccomp
 @pytest.mark.parametrize("method", [METHODS[0], *METHODS[2:]])
 @pytest.mark.parametrize(
     "situation",
-    [
-        "pidfd missing",
-        pytest.param("pidfd refused", marks=pytest.mark.soak),
-        pytest.param("memfd refused", marks=pytest.mark.soak),
-    ],
+    ["pidfd missing", *(pytest.param(each, marks=SOAK) for each in ("pidfd refused", "memfd refused"))],
 )
 def test_system_calls_that_are_missing(situation: str, method: str, cases: Cases) -> None:
     """Without pidfds or memory files a job ends as it does with them, well or badly."""
@@ -161,7 +154,6 @@ def test_the_first_rank_ends_without_pidfds(situation: str, method: str, cases: 
 @pytest.fixture(params=METHODS)
 @computed_once
 def forking_ranks(request: pytest.FixtureRequest, cases: Cases) -> ScriptResult:
-    """Run a program in which each rank forks a process for each way to end."""
     return cases("ranks_fork", request.param, siblings=int(request.param == "popen"))
 
 
@@ -176,17 +168,12 @@ def test_a_process_that_a_rank_forks(how: str, forking_ranks: ScriptResult) -> N
     assert ("RuntimeError: the child's own" in "".join(errors)) == (how == "raise"), result
 
 
-MAIN_IS_A_RANK = ["popen", *(pytest.param(method, marks=pytest.mark.soak) for method in START_METHODS)]
+MAIN_IS_A_RANK = ["popen", *(pytest.param(method, marks=SOAK) for method in START_METHODS)]
 
 
 @pytest.mark.parametrize("method", MAIN_IS_A_RANK)
 @pytest.mark.parametrize(
-    "how",
-    [
-        "swallow",
-        "thread",
-        *(pytest.param(how, marks=pytest.mark.soak) for how in ("except", "blocked", "print")),
-    ],
+    "how", ["swallow", "thread", *(pytest.param(how, marks=SOAK) for how in ("except", "blocked", "print"))]
 )
 def test_a_rank_that_nothing_interrupts(how: str, method: str, cases: Cases) -> None:
     """It is killed; where it is rank 0 in the main process, that prints the cause and ends."""
@@ -196,42 +183,14 @@ def test_a_rank_that_nothing_interrupts(how: str, method: str, cases: Cases) -> 
     assert "ValueError: the cause" in result.stderr, result
 
 
-def test_the_rest_of_a_script_in_which_a_rank_ends(cases: Cases) -> None:
-    """Rank 0 comes to the end of its own; then the failure is reported."""
-    result = cases("rest_of_a_script", siblings=1)
-    assert result.stdout == "the rest\n", result
-    assert result.returncode == 3, result
-    assert "Worker global_rank=1" in result.stderr, result
-
-
-def test_a_main_process_that_saves_after_an_interrupt(cases: Cases) -> None:
-    """What other ranks raise when they are stopped does not end it."""
-    result = cases("interrupted", siblings=1)
-    assert result.stdout == "saved\ninterrupted\n", result
-
-
-def test_a_busy_main_process_that_gets_sigterm(cases: Cases) -> None:
-    """It ends after the grace period: no rank is left to wait for."""
-    result = cases("busy", "popen", "swallow", "sigterm", siblings=1)
-    assert result.returncode == 128 + signal.SIGTERM, result
-
-
-def test_a_main_process_without_a_grace_period(cases: Cases) -> None:
-    """It raises the error of a rank that fails, as it can be interrupted."""
-    result = cases("without_grace", siblings=1)
-    assert result.stdout.startswith("WorkerRaisedError 1 "), result
-
-
 HELPER = """
-    import subprocess
-    import sys
+    import subprocess, sys
 
     helper = subprocess.run([sys.executable, "-c", "import rankwise"], capture_output=True, text=True)
     if helper.returncode:
         sys.exit(helper.stderr)
 
     from rankwise.strategies import DDPStrategy
-
     print(DDPStrategy(accelerator="cpu", devices=2, start_method="popen").launch(lambda strategy: "fine"))
 """
 
@@ -243,10 +202,9 @@ def test_a_program_that_a_script_starts_before_it_imports_rankwise(run_script: S
     assert result.stdout.count("fine") == 2, result
 
 
-@pytest.mark.parametrize("tries", [1, pytest.param(10, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("tries", [1, pytest.param(10, marks=SOAK)])
 def test_a_script_that_launches_in_a_thread(tries: int, cases: Cases) -> None:
     """Python exits only when the threads of the group have ended, whichever thread has launched."""
     for _ in range(tries):
         result = cases("launch_in_a_thread", siblings=1)
-        assert result.returncode == 0, result
-        assert result.stderr == "", result
+        assert (result.returncode, result.stderr) == (0, ""), result

@@ -14,8 +14,6 @@ from tests.process.training_tasks import Regression, loader, quiet_trainer
 
 
 class Configured(Regression):
-    """Has hyperparameters, collects what the ranks have computed, and prints on rank 0."""
-
     def __init__(self, optimizer: str, factor: float, layers: list[int]) -> None:
         super().__init__(optimizer)
         self.save_hyperparameters()
@@ -43,13 +41,12 @@ def test_they_are_everywhere(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     trainer = quiet_trainer(
         "ddp_spawn", 2, max_epochs=1, callbacks=saving, logger=logger, enable_checkpointing=True
     )
-    module = Configured("sgd", 0.5, layers=[3, 4])
+    given: dict[str, Any] = {"optimizer": "sgd", "factor": 0.5, "layers": [3, 4]}
+    module = Configured(**given)
     gathered = module.gathered
     trainer.fit(module, loader(16, 4))
-    given = {"optimizer": "sgd", "factor": 0.5, "layers": [3, 4]}
     assert (module.hparams, module.hparams_initial) == ({**given, "trained": True}, given)
-    assert module.gathered is gathered
-    assert gathered == [[0, 1], [0, 1]]
+    assert module.gathered is gathered == [[0, 1], [0, 1]]
     assert module.gradient.tolist() == [4, 4]  # 2 * own, summed over two ranks
     assert capfd.readouterr().out == "rank 0 of 2\n"
     assert json.loads((Path(logger.log_dir) / "hparams.json").read_text()) == given

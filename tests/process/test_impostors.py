@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,15 @@ from tests.process.impostor_jobs import SECRET
 
 SCRIPT = Path(__file__).with_name("impostor_jobs.py")
 TRIES = 40
+Place = tuple[str, dict[str, str | None]]
 Attack = Callable[..., Counter[str]]
 """The job, the start method, the rank that is late, the number of nodes; returns what happened."""
 ALL_WELL = f"ENDED {SECRET} 3.0"
 
 
 @pytest.fixture(scope="module")
-def beside_a_stranger() -> Iterator[tuple[str, dict[str, str | None]]]:
-    """Give a network namespace, and variables, for a job that another user of the machine attacks.
-
-    Without root, it is the same user.
-    """
+def beside_a_stranger() -> Iterator[Place]:
+    """Give a network namespace, and variables, for a job that another user, if we are root, attacks."""
     name = f"rankwise-impostor-{os.getpid()}"
     is_possible = os.getuid() == 0 and shutil.which("ip") is not None and Path("/usr/bin/python3").exists()
     if not is_possible or subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode != 0:
@@ -53,10 +52,7 @@ def beside_a_stranger() -> Iterator[tuple[str, dict[str, str | None]]]:
 
 
 @pytest.fixture
-def attack(
-    beside_a_stranger: tuple[str, dict[str, str | None]], run_script: ScriptRunner
-) -> Iterator[Attack]:
-    """Give a function that runs a job which an impostor attacks, and checks how it ends."""
+def attack(beside_a_stranger: Place, run_script: ScriptRunner) -> Iterator[Attack]:
     namespace, stranger = beside_a_stranger
     with tempfile.TemporaryDirectory(dir="/tmp") as name:  # `tmp_path` is closed to another user
         Path(name).chmod(0o711)
@@ -64,18 +60,14 @@ def attack(
         def run(job: str, start_method: str, late: int, nodes: int = 1, **more: str | None) -> Counter[str]:
             folder = Path(tempfile.mkdtemp(dir=name))
             folder.chmod(0o777)
-            arguments = [job, start_method, str(folder), str(nodes)]
+            arguments = (job, start_method, str(folder), str(nodes))
+            start = partial(run_script.start, SCRIPT, *arguments, namespace=namespace)
             variables = {"LATE": str(late), **stranger, **more}
             if nodes > 1:
-                variables |= {"NNODES": str(nodes), "MASTER_ADDR": "127.0.0.1"}
-                variables |= {"MASTER_PORT": str(free_port())}
+                address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+                variables |= {"NNODES": str(nodes), **address}
             variables = with_tests(variables)
-            started = [
-                run_script.start(
-                    SCRIPT, *arguments, env={**variables, "NODE_RANK": str(node)}, namespace=namespace
-                )
-                for node in range(nodes)
-            ]
+            started = [start(env={**variables, "NODE_RANK": str(node)}) for node in range(nodes)]
             results = [each.finish() for each in started]
             for result in results:
                 check(result, folder)
@@ -91,7 +83,6 @@ def attack(
 
 
 def check(result: ScriptResult, folder: Path) -> None:
-    """Check that a job that was attacked has read, run and sent nothing wrong."""
     assert not (folder / "code_was_run").exists(), result
     read = folder / "read"
     assert not read.exists() or SECRET not in read.read_text(), result
@@ -168,14 +159,14 @@ def test_a_default_group_that_the_user_creates(start_method: str, attack: Attack
 
 def test_nodes_with_different_keys(run_script: ScriptRunner, tmp_path: Path) -> None:
     """Whoever lacks the key is no rank of the job, whatever the store says; the same key is no obstacle."""
-    for keys, is_well in ((("k" * 32, "k" * 32), True), (("k" * 32, None), False)):
+    command = [sys.executable, str(SCRIPT), "broadcast", "fork", str(tmp_path), "2"]
+    problem = "PeerAuthenticationError: No rank of the job has written"
+    for keys, expected in ((("k" * 32, "k" * 32), ALL_WELL), (("k" * 32, None), problem)):
         rendezvous = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         runs = []
         for node, key in enumerate(keys):
             variables = {**rendezvous, "NODE_RANK": str(node), "LATE": "-1", "RANKWISE_JOB_KEY": key}
-            command = [sys.executable, str(SCRIPT), "broadcast", "fork", str(tmp_path), "2"]
             runs.append(run_script.start_command(command, env=with_tests(variables)))
-        expected = ALL_WELL if is_well else "PeerAuthenticationError: No rank of the job has written"
         results = [run.finish() for run in runs]
         assert all(expected in result.stdout for result in results), results
 
@@ -206,14 +197,9 @@ class OtherTorch(DDPStrategy):
 def test_a_torch_whose_groups_would_not_be_compared() -> None:
     """It is refused by name when a job begins."""
     strategy = OtherTorch(start_method="fork", accelerator="cpu", devices=2)
-    with pytest.raises(
-        WorkerRaisedError, match=r"ProcessGroupError: torch 2\.\S+ creates gloo groups in a way"
-    ):
-        strategy.launch(share_nothing)
-
-
-def share_nothing(strategy: Strategy) -> None:
-    """Only come to the group."""
+    problem = r"ProcessGroupError: torch 2\.\S+ creates gloo groups in a way"
+    with pytest.raises(WorkerRaisedError, match=problem):
+        strategy.launch(lambda _: None)
 
 
 def receive_forged(strategy: Strategy, path: str, filler: str) -> None:
@@ -230,10 +216,8 @@ def receive_forged(strategy: Strategy, path: str, filler: str) -> None:
 def test_an_object_that_no_rank_has_sent(size: int, tmp_path: Path) -> None:
     """What comes without the sender's code is not unpickled, be it short or long."""
     path = tmp_path / "code_was_run"
-    with pytest.raises(
-        WorkerRaisedError,
-        match="PeerAuthenticationError: An object that came as rank 1's was sent by another",
-    ):
+    problem = "PeerAuthenticationError: An object that came as rank 1's was sent by another"
+    with pytest.raises(WorkerRaisedError, match=problem):
         ddp("fork").launch(receive_forged, str(path), "x" * size)
     assert not path.exists()
 

@@ -14,24 +14,23 @@ from rankwise.seed import given_seed
 from rankwise.strategies import Strategy
 from tests.process.helpers import ddp
 
+START_METHODS = pytest.mark.parametrize(
+    "start_method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.soak)]
+)
 Facts = dict[str, Any]
 MEMORY: Any = torch.utils.deterministic  # typed without its attribute
 
 
 def facts(strategy: Strategy | None = None) -> Facts:
-    """Return this process's flags and its next random numbers."""
     return {
-        "matmul precision": torch.get_float32_matmul_precision(),
+        "precision": (torch.get_float32_matmul_precision(), torch.get_default_dtype(), torch.ones(1).dtype),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "warns only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "dtype": torch.get_default_dtype(),
-        "new tensor": torch.ones(1).dtype,
         "cuDNN": (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
         "TF32": torch.backends.cudnn.allow_tf32,
         "attention": torch.backends.cuda.flash_sdp_enabled(),
         "anomalies": torch.is_anomaly_enabled(),
-        "memory": MEMORY.fill_uninitialized_memory,
-        "sharing": torch.multiprocessing.get_sharing_strategy(),
+        "memory": (MEMORY.fill_uninitialized_memory, torch.multiprocessing.get_sharing_strategy()),
         "seeds": (given_seed(), torch.initial_seed()),
         "drawn": (float(torch.rand(())), random.random(), float(np.random.rand())),
     }
@@ -52,7 +51,7 @@ def caller() -> Iterator[Facts]:
     MEMORY.fill_uninitialized_memory = False
     torch.multiprocessing.set_sharing_strategy("file_system")
     random.random()  # the state is not that of a seed
-    expected, state = {}, ProcessState.of_this_process()
+    state = ProcessState.of_this_process()
     try:
         expected = facts()
         state.take_over()
@@ -62,9 +61,7 @@ def caller() -> Iterator[Facts]:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "start_method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.soak)]
-)
+@START_METHODS
 def test_ranks_begin_as_the_caller_is(start_method: str, caller: Facts) -> None:
     """Each rank has the caller's flags, and draws what the caller would draw; so do those of a second job."""
     strategy = ddp(start_method)
@@ -73,9 +70,7 @@ def test_ranks_begin_as_the_caller_is(start_method: str, caller: Facts) -> None:
         assert strategy.results == {0: caller, 1: caller}
 
 
-@pytest.mark.parametrize(
-    "start_method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.soak)]
-)
+@START_METHODS
 def test_elastic_ranks_begin_as_the_caller_is(start_method: str, caller: Facts) -> None:
     """Ranks that torch's agent starts do, too."""
     strategy = DDPElasticStrategy(accelerator="cpu", devices=2, start_method=start_method)

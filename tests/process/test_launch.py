@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -30,14 +29,8 @@ from tests.process.helpers import METHODS, RENDEZVOUS, WORLD, ddp
 
 MEGABYTE = 1 << 20
 VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 )
 
 Facts = dict[str, Any]
@@ -49,7 +42,6 @@ def only_on_rank_zero() -> str:
 
 
 def all_facts(strategy: Strategy, number: int) -> Facts:
-    """Return what a rank sees of its job."""
     total = strategy.all_reduce(torch.tensor(float(strategy.global_rank + 1)), reduce_op="sum")
     return {
         "total": float(total),
@@ -76,9 +68,8 @@ class _Job:
             self.strategy = ddp(start_method, rendezvous)
             self.value = self.strategy.launch(all_facts, 7)
         self.first = self.strategy.results
-        self.change = [
-            (name, was, now) for (name, was), now in zip(before.items(), _caller().values(), strict=True)
-        ]
+        now = _caller()
+        self.change = [(name, was, now[name]) for name, was in before.items() if was != now[name]]
         self.again = self.strategy.launch(all_facts, number=8)
 
 
@@ -107,20 +98,19 @@ def _wakeup_fd() -> int:
 @pytest.fixture(
     params=[
         pytest.param(f"{method}-{rendezvous}", marks=[pytest.mark.soak] * (method == "spawn"))
-        for method in METHODS  # spawn is in test_spawn_does_the_same, too
+        for method in METHODS  # spawn is in test_everything_at_once, too
         for rendezvous in RENDEZVOUS
     ]
 )
 @computed_once
 def job(request: pytest.FixtureRequest) -> _Job:
-    """Launch twice, by each start method with each rendezvous."""
     gc.unfreeze()  # importing the forkserver's preload in this process has frozen what was there
     return _Job(*request.param.split("-"))
 
 
 @pytest.fixture(params=["fork", "forkserver"])
 def start_method(request: pytest.FixtureRequest) -> str:
-    """A fast start method; spawn uses the code of forkserver and has a test below."""
+    """A fast start method; spawn uses the code of forkserver, and is in test_everything_at_once."""
     return str(request.param)
 
 
@@ -131,19 +121,17 @@ def test_rank_zeros_value_is_returned(job: _Job) -> None:
 
 
 def test_every_ranks_value_is_in_results(job: _Job) -> None:
-    """`strategy.results` holds each rank's value, by global rank."""
-    assert {rank: facts["ranks"].global_rank for rank, facts in job.first.items()} == {0: 0, 1: 1}
+    """`strategy.results` holds each rank's value: of a process of its own, and of a collective of both.
 
-
-def test_ranks_are_processes_of_their_own(job: _Job) -> None:
-    """Each rank is another process than the caller and than its peer."""
+    The ranks see what the caller can import, and its variables, even those of a warm forkserver.
+    """
     assert len({os.getpid(), *(facts["pid"] for facts in job.first.values())}) == WORLD + 1
-
-
-def test_ranks_reduce_together(job: _Job) -> None:
-    """A collective spans both ranks, on gloo, with a group of two."""
+    assert list(job.first) == list(range(WORLD))
     for rank, facts in job.first.items():
+        assert facts["ranks"].global_rank == rank
         assert (facts["total"], facts["backend"], facts["group"]) == (3.0, "gloo", (rank, WORLD))
+        assert facts["given"] == f"{job.strategy.start_method} {job.strategy.rendezvous}"
+        assert set(sys.path) <= set(facts["path"])
 
 
 def test_a_second_launch_works(job: _Job) -> None:
@@ -161,39 +149,16 @@ def test_rank_zero_only_runs_on_rank_zero(job: _Job) -> None:
 def test_ranks_see_torchruns_variables(job: _Job) -> None:
     """Each rank's environment is what torchrun would give it."""
     for rank, facts in job.first.items():
-        seen = dict(facts["variables"])
-        is_tcp = job.strategy.rendezvous == "tcp"
+        seen, is_tcp = dict(facts["variables"]), job.strategy.rendezvous == "tcp"
         assert seen.pop("MASTER_ADDR", None) == ("127.0.0.1" if is_tcp else None)
-        assert ("MASTER_PORT" in seen) is is_tcp
-        seen.pop("MASTER_PORT", None)
-        assert seen == {
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": "2",
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
-        }
-
-
-def test_ranks_have_the_callers_environment(job: _Job) -> None:
-    """A variable set before the launch is seen by the ranks, even by those of a warm forkserver."""
-    expected = f"{job.strategy.start_method} {job.strategy.rendezvous}"
-    assert {facts["given"] for facts in job.first.values()} == {expected}
-
-
-def test_ranks_have_the_callers_import_path(job: _Job) -> None:
-    """What the caller can import, the ranks can."""
-    assert all(set(sys.path) <= set(facts["path"]) for facts in job.first.values())
+        assert (seen.pop("MASTER_PORT", None) is not None) is is_tcp
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
+        assert seen == {**own, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
 
 
 def test_the_caller_is_as_it_was(job: _Job) -> None:
-    """Environment, handlers, threads, excepthook, group and settings are what they were before."""
-    assert [(name, was, now) for name, was, now in job.change if was != now] == []
-
-
-def test_the_strategy_is_rank_zeros_in_the_caller(job: _Job) -> None:
-    """In the main process, which is no rank, the strategy stands for rank 0 and is bound."""
+    """Nothing in the process has changed; there the strategy is bound, and stands for rank 0."""
+    assert job.change == []
     assert (job.strategy.is_bound, job.strategy.global_rank, job.strategy.world_size) == (True, 0, WORLD)
     assert job.strategy.runs_in_caller is False
 
@@ -202,8 +167,7 @@ def test_the_strategy_is_rank_zeros_in_the_caller(job: _Job) -> None:
 
 
 def big_value(strategy: Strategy) -> tuple[torch.Tensor, bytes]:
-    count = 50 * MEGABYTE // 4
-    tensor = torch.full((count,), float(strategy.global_rank))
+    tensor = torch.full((50 * MEGABYTE // 4,), float(strategy.global_rank))
     return tensor, bytes([strategy.global_rank]) * (50 * MEGABYTE)
 
 
@@ -221,14 +185,6 @@ def test_fifty_megabytes_of_each_rank_come_back(start_method: str) -> None:
     assert [float(strategy.results[rank][0][-1]) for rank in (0, 1)] == [5.0, 1.0]
 
 
-def nothing_in_particular(strategy: Strategy) -> None:
-    strategy.barrier()
-
-
-def do_nothing(strategy: Strategy) -> None:
-    """Return at once, with no collective."""
-
-
 def test_ranks_that_end_before_they_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have done their part: on a busy machine the launching process may come to it later."""
 
@@ -239,32 +195,21 @@ def test_ranks_that_end_before_they_are_waited_for(monkeypatch: pytest.MonkeyPat
 
     begin = Supervisor.begin_job
     monkeypatch.setattr(Supervisor, "begin_job", begin_late)
-    assert ddp("fork", "tcp").launch(rank_of_variable, init_process_group=False) == "0"
-    with pytest.raises(WorkerRaisedError, match="at once"):
-        ddp("fork", "tcp").launch(fail_at_once, init_process_group=False)
-
-
-def rank_of_variable(strategy: Strategy) -> str:
-    return os.environ["RANK"]
-
-
-def fail_at_once(strategy: Strategy) -> None:
-    raise ValueError("at once")
+    assert ddp("fork", "tcp").launch(lambda _: os.environ["RANK"], init_process_group=False) == "0"
+    with pytest.raises(WorkerRaisedError, match="ZeroDivisionError"):
+        ddp("fork", "tcp").launch(lambda _: 1 // 0, init_process_group=False)
 
 
 def late(strategy: Strategy) -> None:
-    if strategy.global_rank == 0:
-        time.sleep(0.3)
-        strategy.broadcast(1)
-    else:
-        strategy.broadcast(0)
+    time.sleep(0.3 * (strategy.global_rank == 0))
+    strategy.broadcast(1)
 
 
 @pytest.mark.parametrize("jobs", [8, pytest.param(30, marks=pytest.mark.soak)])
 def test_a_job_without_a_collective(jobs: int) -> None:
     """A rank that returns at once does not fail one that is still connecting."""
     for _ in range(jobs):
-        ddp("fork", devices=4).launch(do_nothing)
+        ddp("fork", devices=4).launch(lambda _: None)
 
 
 def test_a_late_rank_is_waited_for(start_method: str) -> None:
@@ -286,8 +231,6 @@ def test_a_value_that_cannot_travel_is_an_error(start_method: str) -> None:
 
 
 class Tied(nn.Module):
-    """Two names for one parameter, beside a buffer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(3, 3)
@@ -318,15 +261,6 @@ def echo(strategy: Strategy, tensors: Special, module: Tied) -> tuple[Special, b
     with torch.no_grad():
         module.first.weight.fill_(strategy.global_rank + 1.0)
     return tensors, is_tied, bool(module.second.weight.eq(module.first.weight).all())
-
-
-def test_arguments_are_copies(start_method: str) -> None:
-    """What a rank does to its arguments does not reach the caller's, nor moves them to shared memory."""
-    module = Tied()
-    before = module.first.weight.detach().clone()
-    ddp(start_method).launch(echo, {}, module)
-    assert torch.equal(module.first.weight, before)
-    assert not module.first.weight.is_shared()
 
 
 def return_weights(strategy: Strategy, module: nn.Module) -> dict[str, torch.Tensor]:
@@ -366,12 +300,11 @@ def test_the_user_makes_the_group(start_method: str, rendezvous: str) -> None:
 def test_the_user_makes_the_group_of_a_later_launch() -> None:
     """The same works when the strategy, left to choose its rendezvous, was bound or launched before."""
     strategy = ddp("fork", "auto")
-    strategy.launch(nothing_in_particular)
+    strategy.launch(late)
     assert strategy.launch(own_group, init_process_group=False) == (False, 3.0)
 
 
 def as_torchrun_starts(strategy: Strategy, **options: Any) -> list[float]:
-    """Run a program of torchrun's twice, whose functions were imported before the job."""
     totals = []
     for _ in range(2):
         early_init("gloo", **options)
@@ -399,9 +332,8 @@ def test_a_program_of_torchruns_joins(start_method: str) -> None:
 def test_the_main_process_joins_and_gets_torchs_functions_back() -> None:
     """So it is where the main process is rank 0; rankwise's own function joins, too."""
     strategy = DDPStrategy(start_method="fork", devices=1, accelerator="cpu")
-    environment = PlainEnvironment(
-        {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    )
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    environment = PlainEnvironment({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **address})
 
     def run(strategy: Strategy) -> bool:
         init_process_group(environment)
@@ -427,12 +359,8 @@ def test_the_main_process_joins_and_gets_torchs_functions_back() -> None:
 )
 def test_a_program_that_wants_another_group(options: dict[str, Any], message: str) -> None:
     """It is an error that says how to leave the group to the program."""
-
-    def run(strategy: Strategy) -> None:
-        early_init(**options)
-
     with pytest.raises(RuntimeError, match=message) as caught:
-        ddp("fork").launch(run)
+        ddp("fork").launch(lambda _: early_init(**options))
     assert "strategy.launch(function, init_process_group=False)" in str(caught.value)
 
 
@@ -449,37 +377,17 @@ def test_what_an_existing_group_cannot_take() -> None:
     assert "which cannot take timeout. Pass timeout= to the strategy" in text
 
 
-# ---------------------------------------------------------------------- order of calls
-
-
 def launch_within(strategy: Strategy) -> Any:
     try:
-        return strategy.launch(nothing_in_particular)
+        return strategy.launch(late)
     except LifecycleError as error:
         return str(error)
 
 
-def test_a_nested_launch_is_refused(start_method: str) -> None:
-    """A launched function that launches the same strategy gets a `LifecycleError`."""
-    strategy = ddp(start_method)
-    strategy.launch(launch_within)
-    for text in strategy.results.values():
-        assert "launch() was called in state 'in a job'" in text
-
-
-def test_a_lambda_is_welcome_under_fork() -> None:
-    """Fork pickles nothing on the way in: closures and lambdas work."""
-    number = 41
-    assert ddp("fork").launch(lambda strategy: number + strategy.world_size) == 43
-
-
-def test_a_locked_object_is_welcome_under_fork() -> None:
-    """Objects that cannot be pickled at all reach the ranks under fork."""
-    lock = threading.Lock()
-    assert ddp("fork").launch(lambda strategy, lock: lock.acquire(timeout=1), lock) is True
-
-
-# ---------------------------------------------------------------------- other shapes of a job
+def test_what_cannot_be_pickled_is_welcome_under_fork() -> None:
+    """Fork pickles nothing on the way in: closures, lambdas and locks work."""
+    lock, number = threading.Lock(), 41
+    assert ddp("fork").launch(lambda strategy, lock: lock.acquire(timeout=1) and number + 2, lock) == 43
 
 
 @pytest.mark.quick
@@ -489,17 +397,13 @@ def test_subclasses_are_start_methods(cls: type[DDPStrategy]) -> None:
     assert cls().start_method == {"DDPSpawnStrategy": "spawn", "DDPForkStrategy": "fork"}[cls.__name__]
 
 
-def test_one_process_is_a_job_too() -> None:
-    """`devices=1` is one worker, with a group of one."""
-    facts = ddp("fork", devices=1).launch(all_facts, 1)
-    assert (facts["total"], facts["group"]) == (1.0, (0, 1))
-
-
-def test_five_processes_are_a_job_too() -> None:
-    """More processes than cores meet and reduce."""
-    strategy = ddp("fork", devices=5)
-    assert strategy.launch(all_facts, 1)["total"] == 15.0
-    assert sorted(strategy.results) == [0, 1, 2, 3, 4]
+@pytest.mark.parametrize(("devices", "total"), [(1, 1.0), (5, 15.0)])
+def test_other_numbers_of_processes_are_a_job_too(devices: int, total: float) -> None:
+    """One worker has a group of one; more processes than cores meet and reduce."""
+    strategy = ddp("fork", devices=devices)
+    facts = strategy.launch(all_facts, 1)
+    assert (facts["total"], facts["group"]) == (total, (0, devices))
+    assert sorted(strategy.results) == list(range(devices))
 
 
 def everything_at_once(strategy: Strategy, tensors: Special, module: Tied) -> Facts:
@@ -511,10 +415,14 @@ def everything_at_once(strategy: Strategy, tensors: Special, module: Tied) -> Fa
     }
 
 
-def test_spawn_does_the_same() -> None:
-    """Big values, tensors, ties, the user's own group and the refusal of a nested launch, under spawn."""
-    strategy = ddp("spawn", "tcp")
-    strategy.launch(everything_at_once, special_tensors(), Tied(), init_process_group=False)
+@pytest.mark.parametrize("method", METHODS)
+def test_everything_at_once(method: str) -> None:
+    """Big values, tensors, ties, the user's own group; nested launches are refused, arguments are copies."""
+    strategy, module = ddp(method, "tcp"), Tied()
+    before = module.first.weight.detach().clone()
+    strategy.launch(everything_at_once, special_tensors(), module, init_process_group=False)
+    assert torch.equal(module.first.weight, before)
+    assert not module.first.weight.is_shared()
     for rank, facts in strategy.results.items():
         tensors, *ties = facts["echo"]
         assert ties == [True, True]
@@ -523,12 +431,6 @@ def test_spawn_does_the_same() -> None:
         assert facts["big"][1].count(rank) == 50 * MEGABYTE
         assert facts["own_group"] == (False, 3.0)
         assert "launch() was called in state 'in a job'" in facts["nested"]
-
-
-def test_a_launch_from_a_pool_works() -> None:
-    """A thread of a ThreadPoolExecutor can launch, although Python joins it at exit."""
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(ddp("fork").launch, all_facts, 1).result()["total"] == 3.0
 
 
 def test_output_of_ranks_is_not_lost(capfd: pytest.CaptureFixture[str]) -> None:

@@ -19,8 +19,6 @@ from rankwise.strategies import Strategy
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import ddp, with_tests
 
-# ---------------------------------------------------------------------- after its job
-
 
 def leave_a_thread(strategy: Strategy, seconds: float, path: str) -> str:
     def upload() -> None:
@@ -38,18 +36,19 @@ def test_a_thread_that_still_works_is_waited_for(tmp_path: Path) -> None:
     assert (tmp_path / "uploaded").exists()
 
 
-def leave_pools(strategy: Strategy, folder: str, pools: list[Executor]) -> None:
+def leave_pools(strategy: Strategy, folder: str, pools: list[Executor]) -> torch.Tensor:
     pools += [ThreadPoolExecutor(1), ProcessPoolExecutor(1)]
     for number, pool in enumerate(pools[-2:]):
         pool.submit(time.sleep, 0)
         pool.submit(Path(folder, f"done_{number}_{strategy.global_rank}").touch)
+    return strategy.all_reduce(torch.ones(1), reduce_op="sum")
 
 
 def test_pools_that_are_left_open_end_with_their_rank(tmp_path: Path) -> None:
-    """A rank's open pools finish their work and end; the caller's own pool stays."""
+    """A rank's open pools finish their work and end; the caller's own pool, in which it launches, stays."""
     with ThreadPoolExecutor(1) as callers:
         job = ddp("fork", timeout=20)
-        callers.submit(job.launch, leave_pools, str(tmp_path), []).result()
+        assert callers.submit(job.launch, leave_pools, str(tmp_path), []).result() == 2
         assert callers.submit(int, "7").result() == 7
     assert len(list(tmp_path.glob("done_*"))) == 4
 
@@ -68,12 +67,7 @@ def test_a_rank_that_does_not_leave(
     assert "in upload" in stderr.partition("stacks of global_rank=1")[2]
 
 
-# ---------------------------------------------------------------------- a checkpoint in a thread
-
-
 class Slow(CheckpointIO):
-    """Writes slowly."""
-
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
@@ -100,9 +94,7 @@ def save_and_fail(strategy: Strategy, who: int, path: str) -> None:
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_failure_does_not_cut_a_checkpoint(
-    who: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_failures_cut_no_checkpoint(who: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """When a rank fails, a thread of rank 0 may finish its checkpoint after the grace period."""
     strategy = ddp("fork", checkpoint_io=AsyncCheckpointIO(Slow(2.5)), grace_period_s=0.2)
     began = time.monotonic()
@@ -156,9 +148,9 @@ def signalled_in_a_wait(strategy: Strategy, path: str, seconds: float, at: list[
 @pytest.mark.parametrize(
     ("seconds", "at", "is_saved"),
     [
-        pytest.param(0, [1.0], False, id="nothing is written"),
-        pytest.param(2, [1.0], True, id="it ends once that is written"),
-        pytest.param(60, [1.0, 3.5], False, id="it insists", marks=pytest.mark.soak),
+        (0, [1.0], False),  # nothing is written
+        (2, [1.0], True),  # it ends once that is written
+        pytest.param(60, [1.0, 3.5], False, marks=pytest.mark.soak),  # it insists
     ],
 )
 def test_sigterm_in_a_collective(seconds: float, at: list[float], is_saved: bool, tmp_path: Path) -> None:
@@ -173,12 +165,8 @@ def test_sigterm_in_a_collective(seconds: float, at: list[float], is_saved: bool
     assert path.exists() is is_saved
 
 
-# ---------------------------------------------------------------------- in the temporary folder
-
-
 FITS = """
-    import os, sys
-    from rankwise import Trainer
+    import sys
     from tests.process.training_tasks import Regression, loader, quiet_trainer
 
     if __name__ == "__main__":
@@ -192,13 +180,10 @@ FITS = """
     "strategies",
     [["single_device", "ddp_fork"], ["ddp"], pytest.param(["ddp_spawn"], marks=pytest.mark.soak)],
 )
-def test_nothing_is_left_in_the_temporary_folder(
-    strategies: list[str], run_script: ScriptRunner, tmp_path: Path
-) -> None:
+def test_no_temporary_files_are_left(strategies: list[str], run_script: ScriptRunner, tmp_path: Path) -> None:
     """A job leaves no file there, nor the folder that torch makes for what it would compile."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    variables = {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": None}
-    result = run_script(FITS, *strategies, env=with_tests(variables), siblings=1)
+    (folder := tmp_path / "temporary").mkdir()
+    variables = with_tests({"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": None})
+    result = run_script(FITS, *strategies, env=variables, siblings=1)
     assert result.returncode == 0, result.stderr
     assert list(folder.iterdir()) == []

@@ -8,30 +8,15 @@ import pytest
 from tests.helpers.load import slowdown
 from tests.helpers.needs import need_installed
 from tests.helpers.scripts import WITHOUT_COVERAGE, ScriptRunner
+from tests.process.test_lightning import BEGIN
 
 SOAK = pytest.mark.soak
-STRATEGIES = [
-    "ddp_fork",
-    pytest.param("ddp", marks=SOAK),
-    pytest.param("ddp_spawn", marks=SOAK),
-    pytest.param("ddp_forkserver", marks=SOAK),
-]
+STRATEGIES = ["ddp_fork", *(pytest.param(f"ddp{end}", marks=SOAK) for end in ("", "_spawn", "_forkserver"))]
 
 OBJECTS = """
-import copy, json, os, pickle, sys, time, warnings
-from pathlib import Path
-
-sys.modules["mpi4py.MPI"] = None  # Lightning's detection starts MPI, where it is installed
-
-import torch
-from lightning import pytorch as pl
-from torch.utils.data import DataLoader, TensorDataset
-
 import rankwise
 
-warnings.filterwarnings("ignore")
-QUIET = dict(accelerator="cpu", max_epochs=3, log_every_n_steps=1)
-QUIET |= dict(enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0)
+QUIET |= dict(max_epochs=3, num_sanity_val_steps=0)
 
 class Encoder(pl.LightningModule):
     def __init__(self):
@@ -84,24 +69,6 @@ class Module(pl.LightningModule):
         optimizer = torch.optim.Adam(self.parameters(), self.hparams.lr)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
-class Data(pl.LightningDataModule):
-    def __init__(self, batch_size):
-        super().__init__()
-        self.save_hyperparameters()
-        self.prepared = 0
-
-    def prepare_data(self):
-        self.prepared += 1
-
-    def setup(self, stage):
-        x = torch.arange(64.0).view(16, 4).sin()
-        self.data = TensorDataset(x, x.sum(1, keepdim=True))
-
-    def train_dataloader(self):
-        return DataLoader(self.data, batch_size=self.hparams.batch_size)
-
-    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
-
 class Ends(pl.Callback):
     def __init__(self):
         self.epochs, self.kinds = 0, set()
@@ -117,9 +84,7 @@ class Ends(pl.Callback):
         self.epochs = state["epochs"]
 """
 
-EQUAL = (
-    OBJECTS
-    + """
+EQUAL = """
 def run(trainer_class, batch_size, folder, is_manual, **where):
     pl.seed_everything(1, workers=True, verbose=False)
     module, data, ends = Module(is_manual=is_manual), Data(batch_size), Ends()
@@ -162,7 +127,6 @@ if __name__ == "__main__":
     if alone:
         print(json.dumps(found))
 """
-)
 
 
 def assert_equal(found: Any, expected: Any) -> None:
@@ -185,21 +149,16 @@ def assert_equal(found: Any, expected: Any) -> None:
 def test_equal_to_lightnings_trainer(run_script: ScriptRunner, strategy: str) -> None:
     """All stages give Lightning's weights, values and predictions, on one process and on two."""
     need_installed("lightning")
-    result = run_script(EQUAL, strategy, timeout=400)
+    result = run_script(BEGIN + OBJECTS + EQUAL, strategy, timeout=400)
     assert result.returncode == 0, result
-    for own, one, both in json.loads(result.stdout.splitlines()[-1]):
-        found = [one] if both is None else [one, both]
-        checkpoints = [each.pop("checkpoint") for each in (own, *found)]
-        for each in found:
-            assert_equal(each, own)
-        for checkpoint in checkpoints[1:]:
-            assert_equal(checkpoint[:3] + checkpoint[4:], checkpoints[0][:3] + checkpoints[0][4:])
-            assert "Ends" in checkpoint[3]
+    for own, *others in json.loads(result.stdout.splitlines()[-1]):
+        del own["checkpoint"][3]
+        for other in filter(None, others):
+            assert "Ends" in other["checkpoint"].pop(3)
+            assert_equal(other, own)
 
 
-FAILING = (
-    OBJECTS
-    + """
+FAILING = """
 class Failing(Module):
     def training_step(self, batch, batch_idx):
         if self.global_rank == 1 and batch_idx == 1:
@@ -215,7 +174,6 @@ if __name__ == "__main__":
     except rankwise.errors.WorkerRaisedError as error:
         print(time.monotonic() - float(Path("failed_s").read_text()), type(module) is Failing, error)
 """
-)
 
 
 @SOAK
@@ -223,7 +181,7 @@ if __name__ == "__main__":
 def test_a_rank_that_fails(run_script: ScriptRunner, strategy: str) -> None:
     """It is reported with its traceback, and the module is Lightning's again."""
     need_installed("lightning")
-    result = run_script(FAILING, strategy, env=WITHOUT_COVERAGE)
+    result = run_script(BEGIN + OBJECTS + FAILING, strategy, env=WITHOUT_COVERAGE)
     assert result.returncode == 0, result
     took_s, is_as_before, message = result.stdout.split(maxsplit=2)
     assert float(took_s) < 2 * slowdown()

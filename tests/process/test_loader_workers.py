@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 from rankwise.data.batches import SizedBatches
 from rankwise.strategies import Strategy
 from tests.helpers import processes
+from tests.helpers.load import slowdown
 from tests.helpers.scripts import ScriptRunner
-from tests.process.helpers import ddp, with_tests
+from tests.process.helpers import combinations, ddp, with_tests
 
 STUCK = """
     import os, signal, sys, time
@@ -70,9 +71,6 @@ def test_a_stuck_worker_ends_with_its_rank(run_script: ScriptRunner) -> None:
     assert "ended -9" in running.finish(timeout=30).stdout
 
 
-# ---------------------------------------------------------------------- workers that are no forks
-
-
 class Busy(Dataset[int]):
     """Numbers, of which each but the first takes minutes; the worker first writes down its pid."""
 
@@ -90,10 +88,9 @@ class Busy(Dataset[int]):
 
 
 def load_and_die(strategy: Strategy, folder: str, method: str) -> None:
-    """Keep a worker per rank busy, and let the last rank be killed."""
-    batches = iter(DataLoader(Busy(folder), num_workers=1, multiprocessing_context=method))
+    batches = iter(DataLoader(Busy(folder), num_workers=2, multiprocessing_context=method))
     next(batches)
-    while len(list(Path(folder).iterdir())) < strategy.world_size:
+    while len(list(Path(folder).iterdir())) < 2 * strategy.world_size:
         time.sleep(0.05)
     if strategy.global_rank > 0:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -102,7 +99,7 @@ def load_and_die(strategy: Strategy, folder: str, method: str) -> None:
 
 def alive_after(seconds: float, folder: Path) -> list[psutil.Process]:
     pids = {int(path.name) for path in folder.iterdir()}
-    assert len(pids) == 2
+    assert len(pids) == 4
     return processes.wait_until_gone(lambda: [p for p in psutil.process_iter() if p.pid in pids], seconds)
 
 
@@ -115,41 +112,35 @@ SCRIPT = """
     if __name__ == "__main__":
         try:
             ddp(sys.argv[1]).launch(load_and_die, *sys.argv[2:])
-        except WorkerKilledError:
-            print("killed", flush=True)
+        except WorkerKilledError as error:
+            print("killed", error.global_rank, flush=True)
 """
 
 
 @pytest.mark.parametrize(
     ("start_method", "method"),
-    [
-        ("fork", "forkserver"),
-        *(
-            pytest.param(*methods, marks=pytest.mark.soak)
-            for methods in (("fork", "spawn"), ("popen", "spawn"), ("popen", "forkserver"))
-        ),
-    ],
+    combinations(
+        ("fork", "forkserver", "popen"),
+        ("fork", "forkserver", "spawn"),
+        quick=[("fork", "fork"), ("forkserver", "fork"), ("fork", "forkserver")],
+    ),
 )
 def test_a_busy_worker_that_is_no_fork_ends_with_its_rank(
     start_method: str, method: str, tmp_path: Path, run_script: ScriptRunner
 ) -> None:
-    """The rank that is killed takes its worker along, and so does the one that is then ended.
-
-    With `"ddp"` (popen) that one is in the main process. In a script: in pytest's own process another test
-    may have started a resource tracker, which then clears up after these ranks only when pytest ends.
-    """
-    folder = tmp_path / "pids"
-    folder.mkdir()
+    """The rank that is killed takes its worker along; so does the one that is then ended."""
+    # In a script: in pytest's own process another test may have started a resource tracker, which then clears
+    # up after these ranks only when pytest ends.
+    (folder := tmp_path / "pids").mkdir()
     environment = with_tests({"PYTEST_CURRENT_TEST": None})  # it imports pytest, and is not run by it
     running = run_script.start(SCRIPT, start_method, str(folder), method, env=environment, siblings=1)
-    running.wait_for("killed", timeout=90)
-    assert not alive_after(10.0, folder)
+    running.wait_for("killed 1", timeout=90)
+    # A fork that notices by itself that its rank is gone takes over 5 s.
+    assert not alive_after(slowdown() * (4.0 if method == "fork" else 10.0), folder)
     assert running.finish(timeout=60).returncode == 0
 
 
 class Blocked(Dataset[bool]):
-    """Whether the process that loads blocks SIGINT."""
-
     def __len__(self) -> int:
         return 1
 
@@ -158,12 +149,9 @@ class Blocked(Dataset[bool]):
 
 
 def blocked_while_loading(strategy: Strategy, method: str) -> list[bool]:
-    """Return whether SIGINT is blocked where batches are loaded, without a worker and with one."""
-    batches: list[Any] = []
-    for workers in (0, 1):
-        context = method if workers else None
-        batches += SizedBatches(DataLoader(Blocked(), num_workers=workers, multiprocessing_context=context))
-    return [bool(batch) for batch in batches]
+    with_worker: Any = {"num_workers": 1, "multiprocessing_context": method}
+    loaders = (DataLoader(Blocked()), DataLoader(Blocked(), **with_worker))
+    return [bool(batch) for loader in loaders for batch in SizedBatches(loader)]
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])

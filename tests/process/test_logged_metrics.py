@@ -11,16 +11,8 @@ import pytest
 import torch
 import torchmetrics
 from torch import Tensor, nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    SequentialSampler,
-    TensorDataset,
-    default_collate,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 from torchmetrics.wrappers import MinMaxMetric, Running
-from typing_extensions import override
 
 from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from rankwise.data import shard_info
@@ -33,20 +25,26 @@ RANKS = (2, 3)
 
 
 def trainer_on(world_size: int, **options: Any) -> Trainer:
-    """Return a trainer on that many forked ranks, or in this process."""
     saves = any(isinstance(callback, ModelCheckpoint) for callback in options.get("callbacks", ()))
     options["enable_checkpointing"] = saves
     return quiet_trainer("ddp_fork" if world_size > 1 else "single_device", world_size, **options)
 
 
+def evaluated(world_size: int, module: Regression, samples: int, batch_size: int) -> dict[str, float]:
+    return dict(trainer_on(world_size).test(module, loader(samples, batch_size))[0])
+
+
+def fitted(size: int, module: Regression, train: Any, val: Any = None, **options: Any) -> Trainer:
+    path, trainer = options.pop("ckpt_path", None), trainer_on(size, **options)
+    trainer.fit(module, train, val, ckpt_path=path)
+    return trainer
+
+
 def metrics_of(trainer: Trainer) -> dict[str, float]:
-    """Return the last value of everything logged."""
     return {name: value.item() for name, value in trainer.callback_metrics.items()}
 
 
 class Composed(Regression):
-    """Logs metric objects that are made of others, or contain others."""
-
     def __init__(self) -> None:
         super().__init__()
         self.error = torchmetrics.MeanSquaredError().set_dtype(torch.float64)
@@ -57,7 +55,6 @@ class Composed(Regression):
             {"r2": torchmetrics.R2Score(), "explained": torchmetrics.ExplainedVariance()}, prefix="of_"
         ).set_dtype(torch.float64)
 
-    @override
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         predicted = self(batch[0])
         self.error.update(predicted, batch[1])
@@ -70,40 +67,38 @@ class Composed(Regression):
 @pytest.mark.quick
 def test_metric_objects_with_others_in_them() -> None:
     """Composed, wrapped and collected metric objects count the samples of all ranks."""
-    expected = trainer_on(1).test(Composed(), loader(19, 2))[0]
+    expected = evaluated(1, Composed(), 19, 2)
     assert expected["root"] == pytest.approx(expected["error"] ** 0.5)
     for world_size in RANKS:
-        assert trainer_on(world_size).test(Composed(), loader(19, 2))[0] == pytest.approx(expected, abs=1e-12)
+        assert evaluated(world_size, Composed(), 19, 2) == pytest.approx(expected, abs=1e-12)
 
 
-class Windowed(Regression):
-    """Logs the mean of the last three batches."""
-
-    def __init__(self) -> None:
+class OfTargets(Regression):
+    def __init__(self, metric: Any) -> None:
         super().__init__()
-        self.recent = Running(torchmetrics.MeanMetric(), window=3)
+        self.metric = metric
 
-    @override
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.recent.update(batch[1])
-        self.log("recent", self.recent)
+        self.metric.update(batch[1])
+        self.log("value", self.metric)
+
+    validation_step = test_step
 
 
 @pytest.mark.parametrize("samples", [20, 22, 25])
 def test_running_metrics(samples: int) -> None:
     """The window is that of one process with the batches of all ranks, also where some have fewer batches."""
-    expected = trainer_on(1).test(Windowed(), loader(samples, 4))[0]
-    assert trainer_on(2).test(Windowed(), loader(samples, 2))[0] == pytest.approx(expected, abs=1e-6)
+    modules = [OfTargets(Running(torchmetrics.MeanMetric(), 3)) for _ in range(2)]
+    assert evaluated(2, modules[0], samples, 2) == pytest.approx(
+        evaluated(1, modules[1], samples, 4), abs=1e-6
+    )
 
 
 class Differentiable(Regression):
-    """Calls a metric object that keeps the graph of its gradients."""
-
     def __init__(self) -> None:
         super().__init__()
         self.error = torchmetrics.MeanSquaredError().set_dtype(torch.float64)
 
-    @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         predicted = self(batch[0])
         self.error(predicted, batch[1])
@@ -113,75 +108,47 @@ class Differentiable(Regression):
 
 def test_differentiable_metric_objects() -> None:
     """A metric object that is called with predictions that require gradients is computed as others."""
-    found = []
-    for world_size in (1, 2):
-        trainer = trainer_on(world_size, max_epochs=2)
-        trainer.fit(Differentiable(), loader(16, 4 // world_size))
-        found.append(metrics_of(trainer)["error"])
-    assert found[0] == pytest.approx(found[1], abs=1e-12)
+    alone, together = (fitted(size, Differentiable(), loader(16, 4 // size), max_epochs=2) for size in (1, 2))
+    assert metrics_of(alone)["error"] == pytest.approx(metrics_of(together)["error"], abs=1e-12)
 
 
 class Pieces(torchmetrics.Metric):
-    """Keeps pieces of different shapes in a list."""
-
     pieces: list[Tensor]
 
     def __init__(self) -> None:
         super().__init__()
         self.add_state("pieces", default=[], dist_reduce_fx=None)
 
-    @override
     def update(self, values: Tensor) -> None:
         for count, value in enumerate(values.flatten(), 1):
             self.pieces.append(value.repeat(count))
 
-    @override
     def compute(self) -> Tensor:
         return torch.stack([len(piece) * piece[0] for piece in self.pieces]).sum()
-
-
-class InPieces(Regression):
-    """Logs such a metric object."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = Pieces()
-
-    @override
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.total.update(batch[1])
-        self.log("total", self.total)
 
 
 def test_lists_of_unequal_lengths() -> None:
     """Ranks may have lists of different lengths, or none."""
     for samples in (5, 2):
-        expected = trainer_on(1).test(InPieces(), loader(samples, 1))[0]
+        expected = evaluated(1, OfTargets(Pieces()), samples, 1)
         for world_size in RANKS:
-            found = trainer_on(world_size).test(InPieces(), loader(samples, 1))[0]
-            assert found == pytest.approx(expected, abs=1e-12)
+            assert evaluated(world_size, OfTargets(Pieces()), samples, 1) == pytest.approx(
+                expected, abs=1e-12
+            )
 
 
 class OverSomeRanks(Regression):
-    """Logs values of rank 0 alone, of a group of ranks, and of the batches of a validation.
-
-    `seen` are the values that each rank has at the end.
-    """
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[dict[str, float]] = []
 
-    @override
     def setup(self, stage: str) -> None:
         first, second = (torch.distributed.new_group(ranks) for ranks in ([0, 2], [1]))
         self.group = second if self.global_rank == 1 else first
 
-    @override
     def teardown(self, stage: str) -> None:
         del self.group
 
-    @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         if self.global_rank == 0:
             self.log("only", 10.0 + batch_idx, rank_zero_only=True, on_epoch=True)
@@ -189,37 +156,28 @@ class OverSomeRanks(Regression):
         self.log("grouped", rank, sync_dist=True, sync_dist_group=self.group, on_epoch=True)
         return super().training_step(batch, batch_idx)
 
-    @override
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self.log("size", float(len(batch[0])), on_step=True, sync_dist=True, reduce_fx="sum")
         self.log("own", float(self.global_rank), on_step=True)
 
-    @override
     def on_train_end(self) -> None:
-        names = ("only", "only_epoch", "grouped_step", "grouped_epoch")
         found = self.trainer.callback_metrics
-        values = {name: found[name].item() for name in names if name in found}
+        values = {name: found[name].item() for name in ("only_epoch", "grouped_epoch")}
         self.seen = self.trainer.strategy.all_gather_object(values)
 
 
 @pytest.mark.quick
 def test_values_of_some_ranks(tmp_path: Path) -> None:
-    """Each rank gets rank 0's value of the epoch, and its group's; callbacks decide alike on all ranks.
-
-    The values of a validation's batches are reduced over the ranks that have such a batch.
-    """
+    """Ranks get, and decide by, rank 0's value and their group's; a batch has that of ranks that have it."""
     saving = ModelCheckpoint(tmp_path, monitor="only", mode="max", save_top_k=1)
     logger = CSVLogger(tmp_path)
     callbacks = [EarlyStopping("only_epoch", mode="max", patience=1), saving]
-    trainer = trainer_on(3, max_epochs=3, callbacks=callbacks, logger=logger, log_every_n_steps=1)
-    module = OverSomeRanks()
-    trainer.fit(module, loader(12, 2), loader(14, 2))
+    module, options = OverSomeRanks(), {"callbacks": callbacks, "logger": logger, "log_every_n_steps": 1}
+    trainer = fitted(3, module, loader(12, 2), loader(14, 2), max_epochs=3, **options)
     assert trainer.current_epoch == 2  # after the first epoch without a better value
-    assert [values["only_epoch"] for values in module.seen] == [10.5] * 3
-    assert [values["grouped_epoch"] for values in module.seen] == [1.0, 1.0, 1.0]
+    assert module.seen == [{"only_epoch": 10.5, "grouped_epoch": 1.0}] * 3
     assert float(saving.best_model_score or 0) == 10.5
-    with (Path(logger.log_dir) / "metrics.csv").open() as file:
-        found = list(csv.DictReader(file))
+    found = [*csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines())]
     assert [row["size_step"] for row in found if row["size_step"]] == ["6.0", "6.0", "2.0"] * 2
     assert {row["own_step"] for row in found if row["own_step"]} == {"0.0"}
 
@@ -235,8 +193,6 @@ def test_one_table(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 class Measured(Regression):
-    """Updates metric objects in training that are logged, or computed at the epoch's end."""
-
     def __init__(self) -> None:
         super().__init__()
         self.samples = torchmetrics.SumMetric().set_dtype(torch.float64)
@@ -248,7 +204,6 @@ class Measured(Regression):
             {"mse": torchmetrics.MeanSquaredError(), "rmse": torchmetrics.MeanSquaredError(squared=False)}
         ).set_dtype(torch.float64)
 
-    @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         for metric in (self.samples, self.ever, self.recent):
             metric.update(float(len(batch[0])))
@@ -259,7 +214,6 @@ class Measured(Regression):
         self.log_dict(self.errors)
         return super().training_step(batch, batch_idx)
 
-    @override
     def on_train_epoch_end(self) -> None:
         self.log("targets", self.targets.compute().sum())
         self.targets.reset()
@@ -269,29 +223,28 @@ class Measured(Regression):
 
 
 def checkpoints(folder: Path) -> ModelCheckpoint:
-    """Return a callback that saves each step."""
     return ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_metric_objects_are_in_checkpoints(world_size: int, tmp_path: Path) -> None:
     """A run that is resumed within an epoch, or before its end, has the metrics of the run that was not."""
-    whole = trainer_on(world_size, max_epochs=2, callbacks=[checkpoints(tmp_path)])
-    whole.fit(Measured(), loader(24, 6 // world_size))
+    batches = loader(24, 6 // world_size)
+    whole = fitted(world_size, Measured(), batches, max_epochs=2, callbacks=[checkpoints(tmp_path)])
     assert metrics_of(whole)["samples"] == 24
     for step in (2, 4, 6, 8):
-        resumed = trainer_on(world_size, max_epochs=2)
-        resumed.fit(Measured(), loader(24, 6 // world_size), ckpt_path=tmp_path / f"step={step}.ckpt")
+        path = tmp_path / f"step={step}.ckpt"
+        resumed = fitted(world_size, Measured(), batches, max_epochs=2, ckpt_path=path)
         assert metrics_of(resumed) == pytest.approx(metrics_of(whole), abs=1e-12), step
 
 
 def test_metric_objects_of_other_world_sizes(tmp_path: Path) -> None:
     """The ranks of a run that continues share the states of all ranks before."""
-    whole = trainer_on(3, max_epochs=1, callbacks=[checkpoints(tmp_path)])
-    whole.fit(Measured(), loader(24, 2))
+    whole = fitted(3, Measured(), loader(24, 2), max_epochs=1, callbacks=[checkpoints(tmp_path)])
+    path = tmp_path / "step=2.ckpt"
     for world_size in (1, 2, 4):
-        resumed = trainer_on(world_size, max_epochs=1)
-        resumed.fit(Measured(), loader(24, 6 // world_size), ckpt_path=tmp_path / "step=2.ckpt")
+        batches = loader(24, 6 // world_size)
+        resumed = fitted(world_size, Measured(), batches, max_epochs=1, ckpt_path=path)
         assert metrics_of(resumed)["samples"] == 24, world_size
         assert metrics_of(resumed)["targets"] == pytest.approx(metrics_of(whole)["targets"], abs=1e-5)
 
@@ -303,7 +256,6 @@ class Correlated(Regression):
         super().__init__()
         self.correlation = torchmetrics.PearsonCorrCoef().set_dtype(torch.float64)
 
-    @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         self.correlation.update(self(batch[0]).flatten().detach(), batch[1].flatten())
         self.log("correlation", self.correlation)
@@ -318,66 +270,41 @@ def test_states_that_no_rank_can_continue(tmp_path: Path) -> None:
 
 
 class SaveWithin(Callback):
-    """Saves a checkpoint in a validation."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    @override
     def on_validation_batch_end(self, trainer: Any, module: Any, *details: Any) -> None:
         trainer.save_checkpoint(self.path)
 
 
-class Validated(Regression):
-    """Logs a metric object in validation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.samples = torchmetrics.SumMetric()
-
-    @override
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.samples.update(float(len(batch[0])))
-        self.log("samples", self.samples)
-
-
 def test_checkpoints_within_a_validation(tmp_path: Path) -> None:
     """A run that continues from there validates again, and counts each sample once."""
-    path = tmp_path / "within.ckpt"
-    trainer_on(1, max_epochs=1, callbacks=[SaveWithin(path)]).fit(Validated(), loader(8, 2), loader(6, 2))
-    trainer = trainer_on(1, max_epochs=1)
-    trainer.fit(Validated(), loader(8, 2), loader(6, 2), ckpt_path=path)
-    assert metrics_of(trainer)["samples"] == 6
+    path, batches = tmp_path / "within.ckpt", (loader(8, 2), loader(6, 2))
+    fitted(1, OfTargets(torchmetrics.SumMetric()), *batches, max_epochs=1, callbacks=[SaveWithin(path)])
+    trainer = fitted(1, OfTargets(torchmetrics.SumMetric()), *batches, max_epochs=1, ckpt_path=path)
+    assert metrics_of(trainer)["value"] == pytest.approx(dataset(6).tensors[1].sum().item(), abs=1e-5)
 
 
 # ------------------------------------------------------------------------------------------ step values
 
 
 class Watching(Callback):
-    """Notes what each rank finds in `callback_metrics` after each step."""
-
     def __init__(self) -> None:
         self.seen: list[list[float | None]] = []
 
-    @override
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx:
             value = trainer.callback_metrics.get("mean")
             self.seen.append(trainer.strategy.all_gather_object(None if value is None else value.item()))
 
-    @override
     def state_dict(self) -> dict[str, Any]:
         return {"seen": self.seen}
 
-    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.seen = state["seen"]
 
 
 class Stepwise(Regression):
-    """Logs the mean target of each step, and a number that only some steps have."""
-
-    @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         self.log("mean", batch[1].mean(), sync_dist=True)
         if batch_idx % 3 == 1:
@@ -391,8 +318,8 @@ def test_step_values_are_those_of_one_process() -> None:
     found = []
     for world_size in (1, 2):
         watching = Watching()
-        trainer = trainer_on(world_size, max_epochs=2, callbacks=[watching])
-        trainer.fit(Stepwise(), loader(24, 4 // world_size))
+        batches = loader(24, 4 // world_size)
+        trainer = fitted(world_size, Stepwise(), batches, max_epochs=2, callbacks=[watching])
         assert all(len(set(values)) == 1 for values in watching.seen)
         found.append([values[0] for values in watching.seen])
         assert metrics_of(trainer)["sometimes"] == world_size
@@ -400,13 +327,10 @@ def test_step_values_are_those_of_one_process() -> None:
 
 
 class OnRankZero(Regression):
-    """From batch `first` on, logs on rank 0 only what all ranks should log."""
-
     def __init__(self, first: int) -> None:
         super().__init__()
         self.first = first
 
-    @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         if self.global_rank == 0 or batch_idx < self.first:
             self.log("mean", batch[1].mean(), sync_dist=True)
@@ -421,36 +345,27 @@ def test_step_values_of_some_ranks(first: int) -> None:
 
 
 class Spoilt(Regression):
-    """Logs the smallest and the largest target, of which one is NaN."""
-
     def __init__(self, bad: float) -> None:
         super().__init__()
         self.bad = bad
 
-    def log_extremes(self, targets: Tensor) -> None:
-        targets = torch.where(targets == self.bad, torch.nan, targets)
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        targets = torch.where(batch[1] == self.bad, torch.nan, batch[1])
         for reduce_fx in ("min", "max"):
             self.log(reduce_fx, getattr(targets, reduce_fx)(), reduce_fx=reduce_fx, sync_dist=True)
 
-    @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        self.log_extremes(batch[1])
+        self.test_step(batch, batch_idx)
         return super().training_step(batch, batch_idx)
-
-    @override
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.log_extremes(batch[1])
 
 
 @pytest.mark.parametrize("place", range(4))
 def test_nan_among_extremes(place: int) -> None:
     """The extremes are NaN wherever the NaN is: on either rank, in the first batch or the last."""
     module = Spoilt(float(dataset(4).tensors[1][place]))
-    [tested] = trainer_on(2).test(module, loader(4, 1))
-    assert all(math.isnan(tested[name]) for name in ("min", "max"))
-    trainer = trainer_on(2, max_steps=1)
-    trainer.fit(module, loader(4, 2))  # one step on all samples
-    assert all(math.isnan(metrics_of(trainer)[name]) for name in ("min", "max"))
+    one_step = loader(4, 2)  # on all samples
+    for found in (evaluated(2, module, 4, 1), metrics_of(fitted(2, module, one_step, max_steps=1))):
+        assert all(math.isnan(found[name]) for name in ("min", "max"))
 
 
 # ------------------------------------------------------------------------------------------ batch sizes
@@ -458,14 +373,11 @@ def test_nan_among_extremes(place: int) -> None:
 
 @dataclass
 class Batch:
-    """A batch that is no container."""
-
     x: Tensor
     y: Tensor
 
 
 def as_dataclass(samples: list[tuple[Tensor, Tensor]]) -> Batch:
-    """Collate into a dataclass."""
     return Batch(torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples]))
 
 
@@ -475,73 +387,53 @@ def with_words(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
 
 
 def features_first(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Collate with the batch in the last dimension."""
     return torch.stack([x for x, _ in samples], dim=1), torch.stack([y for _, y in samples], dim=1)
 
 
 def in_lists(samples: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-    """Collate as for images of different sizes."""
     return [x for x, _ in samples], [y for _, y in samples]
 
 
 class AnyShape(Regression):
-    """Logs the error of batches of all kinds."""
-
-    @override
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        x = y = torch.empty(0)
         if isinstance(batch, Batch):
-            x, y = batch.x, batch.y
+            batch = batch.x, batch.y
         elif isinstance(batch, dict):
-            x, y = batch["x"], torch.stack(batch["y"])
-        elif isinstance(batch[0], list):
-            x, y = torch.stack(batch[0]), torch.stack(batch[1])
-        else:
-            x, y = batch
+            batch = batch["x"], batch["y"]
+        x, y = (torch.stack(part) if isinstance(part, list) else part for part in batch)
         if x.shape[1] != FEATURES:
             x, y = x.T, y.T
         self.log("error", nn.functional.mse_loss(self(x), y))
 
 
+def check_mean(world_size: int, data: Any = None, **options: Any) -> None:
+    """Compare the mean of seven samples with one that is computed by hand."""
+    with torch.no_grad():
+        inputs, targets = dataset(7).tensors
+        expected = nn.functional.mse_loss(Regression()(inputs), targets).item()
+    [found] = trainer_on(world_size).test(AnyShape(), DataLoader(data or dataset(7), **options))
+    assert found["error"] == pytest.approx(expected, abs=1e-12), (world_size, options)
+
+
 @pytest.mark.parametrize("collate", [as_dataclass, with_words, features_first, in_lists])
 def test_means_of_batches_of_all_shapes(collate: Callable[[Any], Any]) -> None:
     """A mean counts each sample once, whatever the batches look like, with and without workers."""
-    data, module = dataset(7), Regression()
-    with torch.no_grad():
-        expected = nn.functional.mse_loss(module(data.tensors[0]), data.tensors[1]).item()
-    for world_size in (1, 2, 3):
-        for workers in (0, 2) if world_size == 2 else (0,):
-            batches: DataLoader[Any] = DataLoader(data, 4, collate_fn=collate, num_workers=workers)
-            [found] = trainer_on(world_size).test(AnyShape(), batches)
-            assert found["error"] == pytest.approx(expected, abs=1e-12), (world_size, workers)
+    for world_size, workers in ((1, 0), (2, 0), (2, 2), (3, 0)):
+        check_mean(world_size, batch_size=4, collate_fn=collate, num_workers=workers)
 
 
 def test_means_of_a_users_own_batches() -> None:
-    """A batch sampler of the user's counts its own batches."""
-    data = dataset(7)
-    sampler = BatchSampler(SequentialSampler(data), 4, drop_last=False)
-    expected = trainer_on(1).test(AnyShape(), DataLoader(data, batch_size=4))[0]
+    """A batch sampler of the user's counts its own batches; workers may return batches in any order."""
+    sampler = BatchSampler(SequentialSampler(dataset(7)), 4, drop_last=False)
     for world_size in (1, 2):
-        batches: DataLoader[Any] = DataLoader(data, batch_sampler=sampler, collate_fn=as_dataclass)
-        assert trainer_on(world_size).test(AnyShape(), batches)[0] == pytest.approx(expected, abs=1e-12)
-
-
-def test_means_of_batches_in_any_order() -> None:
-    """Batches that workers return in any order are counted before they are collated."""
-    expected = trainer_on(1).test(AnyShape(), DataLoader(dataset(7), batch_size=4))[0]
+        check_mean(world_size, batch_sampler=sampler, collate_fn=as_dataclass)
     for collate in (None, as_dataclass):
-        batches: DataLoader[Any] = DataLoader(
-            dataset(7), 2, num_workers=2, in_order=False, collate_fn=collate
-        )
-        assert trainer_on(2).test(AnyShape(), batches)[0] == pytest.approx(expected, abs=1e-12)
+        check_mean(2, batch_size=2, num_workers=2, in_order=False, collate_fn=collate)
 
 
 class Stream(IterableDataset[Any]):
-    """Iterable data that splits itself."""
-
     shards_itself = True
 
-    @override
     def __iter__(self) -> Any:
         place = shard_info()
         return iter([dataset(7)[number] for number in range(place.shard_index, 7, place.num_shards)])
@@ -550,18 +442,12 @@ class Stream(IterableDataset[Any]):
 @pytest.mark.quick
 def test_means_over_iterable_data() -> None:
     """Iterable data has no indices: the samples that come to the collate function count, with workers too."""
-    expected = trainer_on(1).test(AnyShape(), DataLoader(dataset(7), batch_size=4))[0]
     for world_size, workers in ((1, 0), (2, 0), (2, 2)):
         for collate in (None, as_dataclass):
-            batches: DataLoader[Any] = DataLoader(Stream(), 2, collate_fn=collate, num_workers=workers)
-            found = trainer_on(world_size).test(AnyShape(), batches)[0]
-            assert found == pytest.approx(expected, abs=1e-12)
+            check_mean(world_size, Stream(), batch_size=2, collate_fn=collate, num_workers=workers)
 
 
 class Reloading(DataLoader[Any]):
-    """Yields halves of its batches."""
-
-    @override
     def __iter__(self) -> Any:
         return (tuple(part[:2] for part in batch) for batch in super().__iter__())
 
@@ -577,14 +463,11 @@ def test_sizes_that_nobody_knows() -> None:
 
 def readable(samples: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """Put together the samples with a positive first feature: the others cannot be read."""
-    left: list[Tensor] = default_collate([sample for sample in samples if sample[0][0] > 0])
+    left: list[Tensor] = torch.utils.data.default_collate([sample for sample in samples if sample[0][0] > 0])
     return left
 
 
 class Counting(Regression):
-    """Logs a mean with its own number of samples."""
-
-    @override
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("error", batch[0][:, 0].mean(), batch_size=len(batch[0]))
 
@@ -592,28 +475,23 @@ class Counting(Regression):
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.quick), 3])
 def test_samples_that_a_collate_function_leaves_out(world_size: int) -> None:
     """The mean of a metric is refused, which says to give the number of samples: then it is right."""
-    inputs, targets = dataset(24).tensors
-    batches: DataLoader[Any] = DataLoader(TensorDataset(inputs, targets), 8, collate_fn=readable)
+    batches: DataLoader[Any] = DataLoader(dataset(24), 8, collate_fn=readable)
     with pytest.raises((ConfigurationError, WorkerRaisedError), match=r"log\('error'(.|\n)*batch_size="):
         trainer_on(world_size).test(AnyShape(), batches)
     [found] = trainer_on(world_size).test(Counting(), batches)
-    first = inputs[:, 0]
+    first = dataset(24).tensors[0][:, 0]
     assert found["error"] == pytest.approx(first[first > 0].mean().item(), abs=1e-12)
 
 
 class ReadsItsEpoch(Regression):
-    """Notes, in the hooks at the end of an epoch, the metrics of that epoch, and logs the best."""
-
     def __init__(self) -> None:
         super().__init__()
         self.losses: list[float] = []
         self.val_losses: list[float] = []
 
-    @override
     def on_train_epoch_end(self) -> None:
         self.losses.append(self.trainer.callback_metrics["train_loss_epoch"].item())
 
-    @override
     def on_validation_epoch_end(self) -> None:
         self.val_losses.append(self.trainer.callback_metrics["val_loss"].item())
         self.log("best", min(self.val_losses))
@@ -624,9 +502,9 @@ def test_hooks_read_the_metrics_of_their_epoch() -> None:
     """At the end of an epoch hooks read its metrics, reduced over the ranks, and may log more."""
     read = []
     for world_size in (1, 2):
-        model, trainer = ReadsItsEpoch(), trainer_on(world_size, max_epochs=2)
-        trainer.fit(model, loader(16, 8 // world_size), loader(16, 8))
-        metrics = metrics_of(trainer)
+        model = ReadsItsEpoch()
+        loaders = loader(16, 8 // world_size), loader(16, 8)
+        metrics = metrics_of(fitted(world_size, model, *loaders, max_epochs=2))
         assert len(model.losses) == len(model.val_losses) == 2
         assert metrics["best"] == pytest.approx(min(model.val_losses))
         assert [model.losses[-1], model.val_losses[-1]] == [metrics["train_loss_epoch"], metrics["val_loss"]]

@@ -17,11 +17,8 @@ need_installed("tensorboard", "wandb", "mlflow")
 pytestmark = pytest.mark.timeout(600)  # on a busy machine the three libraries take minutes to import
 
 PROGRAM = """
-    import os
-    import socket
-    import sys
+    import socket, sys
     from pathlib import Path
-
     from rankwise import Trainer
     from rankwise.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
     from tests.unit.trainer.helpers import Line, loader
@@ -69,21 +66,15 @@ def lines(folder: Path) -> list[dict[str, str]]:
 
 
 def run_of(folder: Path) -> Any:
-    """Return MLflow's only run, and its client."""
     from mlflow import MlflowClient
 
     client = MlflowClient((folder / "mlflow").as_uri())
-    experiment = client.get_experiment_by_name("rankwise_logs")
-    (run,) = client.search_runs([experiment.experiment_id])
+    (run,) = client.search_runs([client.get_experiment_by_name("rankwise_logs").experiment_id])
     return run, client
 
 
-def values(history: list[dict[str, Any]], name: str) -> list[float]:
-    return [line[name] for line in history if name in line]
-
-
-def merged(runs: list[OfflineRun]) -> list[dict[str, Any]]:
-    return [line for run in runs for line in run.history]
+def values(runs: list[OfflineRun], name: str) -> list[float]:
+    return [line[name] for run in runs for line in run.history if name in line]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -110,8 +101,7 @@ def test_one_rank_writes(start: str, run_script: ScriptRunner, tmp_path: Path) -
     wandb_id, mlflow_id = result.stdout.splitlines()[-1].split()
 
     assert [line["own"] for line in lines(tmp_path) if line["own"]] == ["0.0", "0.0"]
-    assert sum(bool(line["loss"]) for line in lines(tmp_path)) == 2
-    assert sum(bool(line["test_loss"]) for line in lines(tmp_path)) == 1
+    assert [sum(bool(line[name]) for line in lines(tmp_path)) for name in ("loss", "test_loss")] == [2, 1]
 
     read = scalars(tmp_path / "tensorboard" / "rankwise_logs" / "version_0")
     assert read["own"] == [(0, 0.0), (1, 0.0)]
@@ -121,21 +111,16 @@ def test_one_rank_writes(start: str, run_script: ScriptRunner, tmp_path: Path) -
     assert {run.id for run in runs} == {wandb_id}
     assert {run.exit_code for run in runs} == {0}
     assert runs[0].config["optimizer"] == {"lr": 0.1}
-    assert values(merged(runs), "own") == [0.0, 0.0]
-    assert (len(values(merged(runs), "loss")), len(values(merged(runs), "test_loss"))) == (2, 1)
+    assert values(runs, "own") == [0.0, 0.0]
+    assert (len(values(runs, "loss")), len(values(runs, "test_loss"))) == (2, 1)
 
     run, client = run_of(tmp_path)
     assert (run.info.run_id, run.info.status) == (mlflow_id, "FINISHED")
     assert run.data.params == {"optimizer/lr": "0.1"}
-    histories = {
-        name: client.get_metric_history(run.info.run_id, name) for name in ("own", "loss", "test_loss")
-    }
-    assert {name: len(history) for name, history in histories.items()} == {
-        "own": 2,
-        "loss": 2,
-        "test_loss": 1,
-    }
-    assert [metric.value for metric in histories["own"]] == [0.0, 0.0]
+    names = ("own", "loss", "test_loss")
+    histories = [client.get_metric_history(run.info.run_id, name) for name in names]
+    assert [len(history) for history in histories] == [2, 2, 1]
+    assert [metric.value for metric in histories[0]] == [0.0, 0.0]
 
 
 @pytest.mark.quick
@@ -147,7 +132,7 @@ def test_a_failing_rank(run_script: ScriptRunner, tmp_path: Path) -> None:
 
     assert lines(tmp_path)[0]["own"] == "0.0"
     assert (0, 0.0) in scalars(tmp_path / "tensorboard" / "rankwise_logs" / "version_0")["own"]
-    (run,) = offline_runs(tmp_path / "wandb")
-    assert (values(run.history, "own")[0], run.exit_code) == (0.0, 1)
+    [run] = offline_runs(tmp_path / "wandb")
+    assert (values([run], "own")[0], run.exit_code) == (0.0, 1)
     mlflow_run, _ = run_of(tmp_path)
     assert (mlflow_run.info.status, mlflow_run.data.metrics["own"]) == ("FAILED", 0.0)

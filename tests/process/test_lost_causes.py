@@ -17,70 +17,57 @@ from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import ddp, with_tests
 from tests.process.test_host_programs import METHODS
 
+SOAK = pytest.mark.soak
+IN_SCRIPTS = with_tests({"PYTEST_CURRENT_TEST": None})  # they import pytest, and are not run by it
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 class TextHangs(Exception):
-    """Its text is never there."""
-
     def __str__(self) -> str:
         time.sleep(300)
         return ""
 
 
 class TextExits(Exception):
-    """Its text ends the process."""
-
     def __str__(self) -> str:
         raise SystemExit(0)
 
 
 class NoAttributes(Exception):
-    """It allows no access to attributes."""
-
     def __getattribute__(self, name: str) -> Any:
         raise RuntimeError(name)
 
 
 class NoDictionary(Exception):
-    """It has no dictionary of attributes."""
-
     @property
     def __dict__(self) -> dict[str, Any]:  # type: ignore[override]  # that is the point
         raise RuntimeError
 
 
 class Caused(Exception):
-    """Its cause allows no access to attributes."""
-
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         self.__cause__ = NoAttributes()
 
 
 def elastic(start_method: str, **arguments: Any) -> DDPElasticStrategy:
-    """Return a strategy on two CPU processes, which are not started again."""
     options = {"accelerator": "cpu", "devices": 2, "max_restarts": 0, **arguments}
     return DDPElasticStrategy(start_method=start_method, **options)
 
 
 FUNCTIONS = [
-    (ddp, "fork"),
-    pytest.param(ddp, "spawn", marks=pytest.mark.soak),
-    pytest.param(ddp, "forkserver", marks=pytest.mark.soak),
-    (elastic, "fork"),
-    pytest.param(elastic, "spawn", marks=pytest.mark.soak),
+    *((ddp, "fork"), (elastic, "fork"), pytest.param(elastic, "spawn", marks=SOAK)),
+    *(pytest.param(ddp, method, marks=SOAK) for method in ("spawn", "forkserver")),
 ]
 """The strategies, and their start methods, that run a function in other processes than the caller's."""
 
+Create = Callable[..., DDPStrategy]
 KINDS = [TextHangs, TextExits, NoAttributes, NoDictionary, Caused]
 
 
 @pytest.mark.parametrize(("strategy", "method"), FUNCTIONS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_exception_whose_class_is_in_the_way(
-    kind: type[Exception], strategy: Callable[..., DDPStrategy], method: str
-) -> None:
+def test_an_exception_whose_class_is_in_the_way(kind: type[Exception], strategy: Create, method: str) -> None:
     """The rank and the type are reported, and where it was raised."""
     with pytest.raises(WorkerRaisedError) as caught:
         strategy(method, timeout=60.0).launch(fail, kind)
@@ -88,7 +75,6 @@ def test_an_exception_whose_class_is_in_the_way(
 
 
 def check(error: WorkerRaisedError, kind: type[Exception]) -> None:
-    """Check what is said of the exception."""
     assert (error.global_rank, error.exception_type) == (1, kind.__name__)
     assert "test_lost_causes.py" in error.traceback_text
     assert ("could not be had" in error.exception_message) == (kind in (TextHangs, TextExits))
@@ -96,7 +82,6 @@ def check(error: WorkerRaisedError, kind: type[Exception]) -> None:
 
 RAISES = """
     import sys
-
     from rankwise.errors import WorkerRaisedError
     from tests.process import test_lost_causes as tasks
 
@@ -109,21 +94,15 @@ RAISES = """
 """
 
 
-@pytest.mark.parametrize(
-    "kind", [TextHangs, *(pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS[1:])]
-)
-def test_an_exception_of_a_script_whose_class_is_in_the_way(
-    kind: type[Exception], run_script: ScriptRunner
-) -> None:
-    """The main process raises it as one of a function."""
-    result = run_script(RAISES, kind.__name__, env=with_tests({"PYTEST_CURRENT_TEST": None}), siblings=1)
-    assert result.returncode == 0, result
-    assert result.stdout == "checked\n", result
+@pytest.mark.parametrize("kind", [TextHangs, *(pytest.param(kind, marks=SOAK) for kind in KINDS[1:])])
+def test_an_exception_of_a_script(kind: type[Exception], run_script: ScriptRunner) -> None:
+    """The main process raises one whose class is in the way as one of a function."""
+    result = run_script(RAISES, kind.__name__, env=IN_SCRIPTS, siblings=1)
+    assert (result.returncode, result.stdout) == (0, "checked\n"), result
 
 
 RAISES_UNDER_TORCHRUN = """
     import sys
-
     from rankwise.strategies import DDPStrategy
     from tests.process import test_lost_causes as tasks
 
@@ -133,10 +112,8 @@ RAISES_UNDER_TORCHRUN = """
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", [TextHangs, TextExits])
-def test_an_exception_under_torchrun_whose_text_is_in_the_way(
-    kind: type[Exception], run_script: ScriptRunner
-) -> None:
-    """The agent of torch and Python can print it; the process ends, and with it the others."""
+def test_an_exception_under_torchrun(kind: type[Exception], run_script: ScriptRunner) -> None:
+    """The agent of torch and Python can print one whose text is in the way; all processes end."""
     script = str(run_script.write(RAISES_UNDER_TORCHRUN))
     result = run_script.command([sys.executable, *TORCHRUN, script, kind.__name__], env=with_tests())
     assert result.returncode == 1, result
@@ -155,7 +132,6 @@ def test_exceptions_that_led_to_another_are_printable() -> None:
 
 
 def fail(strategy: Any, kind: type[Exception]) -> None:
-    """Raise on rank 1."""
     if strategy.global_rank == 1:
         raise kind("the text")
     time.sleep(60)
@@ -178,9 +154,7 @@ class Raises:
 @pytest.mark.parametrize(("strategy", "method"), FUNCTIONS)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("value", ["exception", "other"])
-def test_a_value_that_cannot_be_unpickled(
-    value: str, rank: int, strategy: Callable[..., DDPStrategy], method: str
-) -> None:
+def test_a_value_that_cannot_be_unpickled(value: str, rank: int, strategy: Create, method: str) -> None:
     """The rank that has returned it is named."""
     why = r"argument" if value == "exception" else "division by zero"
     with pytest.raises(WorkerRaisedError, match=rf"what it returned cannot be unpickled: .*{why}") as caught:
@@ -190,24 +164,16 @@ def test_a_value_that_cannot_be_unpickled(
 
 
 def return_on_rank(strategy: Any, rank: int, value: str) -> object:
-    """Return the value on one rank."""
     if strategy.global_rank != rank:
         return None
     return TwoArguments(1, 2) if value == "exception" else Raises()
 
 
 VALUE = """
-    from rankwise.strategies import DDPStrategy
+    from tests.process import test_lost_causes as tasks
 
-    class TwoArguments(Exception):
-        def __init__(self, first, second):
-            super().__init__("text")
-
-    def job(strategy):
-        return TwoArguments(1, 2) if strategy.global_rank == 1 else "fine"
-
-    strategy = DDPStrategy(accelerator="cpu", devices=2, start_method="popen")
-    value = strategy.launch(job)
+    strategy = tasks.ddp("popen")
+    value = strategy.launch(tasks.return_on_rank, 1, "exception")
     if strategy.is_global_zero:
         print(value, strategy.results)
 """
@@ -215,20 +181,16 @@ VALUE = """
 
 def test_a_value_of_a_script_that_cannot_be_unpickled(run_script: ScriptRunner) -> None:
     """It stays with its rank, as one that cannot be pickled."""
-    result = run_script(VALUE, siblings=1)
-    assert result.stdout == "fine {0: 'fine'}\n", result
+    result = run_script(VALUE, env=IN_SCRIPTS, siblings=1)
+    assert result.stdout == "None {0: None}\n", result
 
 
 STORAGE = """
     import sys
-
     from rankwise.checkpoint import CheckpointIO
     from rankwise.errors import CheckpointError
     from rankwise.strategies import DDPElasticStrategy, DDPStrategy
-
-    class TwoArguments(Exception):
-        def __init__(self, first, second):
-            super().__init__(f"{first} and {second}")
+    from tests.process.test_lost_causes import TwoArguments
 
     class Locked(Exception):
         def __init__(self, *_):
@@ -265,14 +227,12 @@ STORAGE = """
 
 
 @pytest.mark.parametrize(
-    "method", [*METHODS, *(pytest.param(name, marks=pytest.mark.soak) for name in ("elastic", "torchrun"))]
+    "method", [*METHODS, *(pytest.param(name, marks=SOAK) for name in ("elastic", "torchrun"))]
 )
 def test_an_error_of_a_checkpoint_io(method: str, run_script: ScriptRunner) -> None:
     """Every rank raises the error of the rank that saves, also one that cannot be pickled, or read back."""
-    script = str(run_script.write(STORAGE))
-    result = run_script.command(
-        [sys.executable, *(TORCHRUN if method == "torchrun" else ()), script, method], siblings=1
-    )
+    command = [sys.executable, *(TORCHRUN if method == "torchrun" else ()), str(run_script.write(STORAGE))]
+    result = run_script.command([*command, method], env=IN_SCRIPTS, siblings=1)
     assert result.returncode == 0, result
     for rank in (0, 1):
         for name in ("TwoArguments", "Locked"):
@@ -282,8 +242,6 @@ def test_an_error_of_a_checkpoint_io(method: str, run_script: ScriptRunner) -> N
 
 FAILS_AFTERWARDS = """
     import sys
-    import time
-
     from rankwise.errors import WorkerError
     from rankwise.strategies import DDPStrategy
 
