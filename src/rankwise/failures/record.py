@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType, MappingProxyType
+from types import FrameType, MappingProxyType, TracebackType
 from typing import Any, final
 
 from rankwise.errors import (
@@ -24,7 +24,7 @@ from rankwise.errors import (
     signal_name,
     text_of,
 )
-from rankwise.failures.classify import is_consequence, is_timeout, readable
+from rankwise.failures.classify import chain_of, is_consequence, is_timeout, readable
 from rankwise.monitoring.heartbeat import Heartbeat, failure_time_of
 from rankwise.paths import path_in_package
 from rankwise.ranks import RankInfo
@@ -200,13 +200,25 @@ def _traceback_of(error: BaseException, message: str) -> str:
     # Source lines come from the user's import loaders.
     text = NO_TEXT
     if message is not NO_TEXT:
-        text = text_of(error, lambda error: "".join(traceback.format_exception(type(error), error, start)))
+        first = chain_of(error)[-1]  # read here: `text_of` formats in a thread
+        text = text_of(error, lambda error: _formatted(error, start, first))
     if text is not NO_TEXT:
         return text
     lines = ["Traceback (most recent call last):"]
     for frame, number in traceback.walk_tb(start):
         lines.append(f'  File "{frame.f_code.co_filename}", line {number}, in {frame.f_code.co_name}')
     return "\n".join([*lines, f"{type(error).__name__}: {message}", ""])
+
+
+def _formatted(error: BaseException, start: TracebackType | None, first: BaseException) -> str:
+    """Return Python's text of a traceback that begins with `first`, not with what the caller is handling."""
+    attribute = BaseException.__dict__["__context__"]  # the user's class may have another one
+    context = attribute.__get__(first)
+    attribute.__set__(first, None)
+    try:
+        return "".join(traceback.format_exception(type(error), error, start))
+    finally:
+        attribute.__set__(first, context)
 
 
 def _is_library(frame: FrameType) -> bool:
