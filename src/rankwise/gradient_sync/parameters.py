@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -164,13 +164,13 @@ def share_buffers_next(module: nn.Module) -> None:
         module.require_forward_param_sync = True
 
 
-def gives_buffers(module: nn.Module) -> bool:
+def gives_buffers(module: nn.Module) -> TypeGuard[DistributedDataParallel]:
     """Return whether DDP is configured to give all ranks rank 0's buffers, if there are any."""
     old: bool = getattr(module, "broadcast_buffers", False)  # until torch 2.12
     return isinstance(module, DistributedDataParallel) and bool(getattr(module, "forward_sync_buffers", old))
 
 
-def shares_buffers(module: nn.Module) -> bool:
+def shares_buffers(module: nn.Module) -> TypeGuard[DistributedDataParallel]:
     """Return whether DDP gives all ranks rank 0's buffers before the next forward pass."""
     return isinstance(module, DistributedDataParallel) and bool(module.will_sync_module_buffers())
 
@@ -178,7 +178,7 @@ def shares_buffers(module: nn.Module) -> bool:
 def share_buffers(module: nn.Module) -> None:
     """Broadcast rank 0's buffers now, on every rank, unless DDP is configured not to."""
     share_buffers_next(module)
-    if isinstance(module, DistributedDataParallel) and shares_buffers(module):
+    if shares_buffers(module):
         with blocked_in("share_buffers"):
             module._sync_buffers()
 

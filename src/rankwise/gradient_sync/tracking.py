@@ -126,7 +126,7 @@ class TrackedModule:
             self._agreement.begin_step(must_agree)
         if has_changed:
             self._stopped += _without(_without(trained, parameters.trained), self._stopped)
-            if isinstance(module, DistributedDataParallel) and gives_buffers(module):
+            if gives_buffers(module):
                 module._assign_modules_buffers()  # DDP does not look for new buffers if there were none
             if self._agreement is not None:
                 share_tensors(_without(parameters.all, known), self._group)
