@@ -19,8 +19,8 @@ from typing_extensions import override
 
 from rankwise import Trainer
 from rankwise.callbacks import Callback
-from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
 from rankwise.processes.fork_safety import import_dynamo
+from tests.process.resume_tasks import ThroughTorch
 from tests.process.training_tasks import Regression, dataset, quiet_trainer
 
 WHO = ("rank", "main", "group")
@@ -51,23 +51,13 @@ class Slow(Regression):
         super().validation_step(batch, batch_idx)
 
 
-class SlowIO(CheckpointIO):
+class SlowIO(ThroughTorch):
     """Saves slowly."""
-
-    inner = TorchCheckpointIO()
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any) -> None:
         time.sleep(2.5)
-        self.inner.save_checkpoint(checkpoint, path)
-
-    @override
-    def load_checkpoint(self, path: Any, map_location: Any = "cpu") -> dict[str, Any]:
-        return self.inner.load_checkpoint(path, map_location)
-
-    @override
-    def remove_checkpoint(self, path: Any) -> None:
-        self.inner.remove_checkpoint(path)
+        super().save_checkpoint(checkpoint, path)
 
 
 class Notes(Callback):
@@ -129,12 +119,8 @@ def keep_after_signal(strategy: str, folder: str, options: str = "") -> None:
     notes = Notes(folder, None)
     trainer = trainer_of(strategy, folder, notes)
     module: Any = Slow()
-    loader: DataLoader[Any] = DataLoader(
-        dataset(100_000),
-        batch_size=4,
-        num_workers=1 if options else 0,
-        multiprocessing_context=options or None,
-    )
+    workers: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": options} if options else {}
+    loader = DataLoader(dataset(100_000), batch_size=4, **workers)
     try:
         trainer.fit(module, loader)
     except (KeyboardInterrupt, SystemExit):

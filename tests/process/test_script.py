@@ -4,6 +4,7 @@ import errno
 import gc
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -22,17 +23,23 @@ from rankwise.stores.tcp import RendezvousEndpoint
 from rankwise.strategies import DDPStrategy
 from rankwise.strategies.placement import ranks_on_node
 from tests.helpers.scripts import ScriptResult, ScriptRunner
-from tests.helpers.shared import computed_once
-from tests.process.helpers import ddp, module_runner
+from tests.process.helpers import ddp
+
+SAY = """
+import atexit, json, os, sys, time
+import rankwise
+from rankwise import DDPStrategy, StrategyRegistry
+from rankwise.errors import LaunchRefusedError, WorkerError
+
+def say(*words):
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")  # one write, which no other rank's can cut
+    sys.stdout.flush()
+"""
 
 # Every rank tells what it is; rank 0's launch gives the facts of both to the main process.
-TELL = """
-import json, os, sys
-import rankwise
-from rankwise.strategies import DDPStrategy
-
+MAIN = f"""{SAY}
 def facts(strategy):
-    return {
+    return {{
         "argv": sys.argv,
         "orig_argv": sys.orig_argv[1:],
         "utf8": sys.flags.utf8_mode,
@@ -44,15 +51,17 @@ def facts(strategy):
         "name": __name__,
         "package": __package__,
         "total": float(strategy.all_reduce(__import__("torch").tensor(1.0), reduce_op="sum")),
-    }
+    }}
 
 def main():
     strategy = DDPStrategy(accelerator="cpu", devices=2)
     strategy.launch(facts)
     if strategy.is_global_zero:
         print(json.dumps(strategy.results))
+
+if __name__ == "__main__":
+    main()
 """
-MAIN = TELL + '\nif __name__ == "__main__":\n    main()\n'
 
 
 def facts_of_ranks(result: ScriptResult) -> tuple[dict[str, object], dict[str, object]]:
@@ -64,46 +73,53 @@ def facts_of_ranks(result: ScriptResult) -> tuple[dict[str, object], dict[str, o
     return first, second
 
 
-def test_flags_and_arguments_survive(run_script: ScriptRunner) -> None:
-    """`python -X utf8 -b -W ... script.py --flag "a b"` is run again with all of it."""
-    python_args = ("-X", "utf8", "-b", "-W", "ignore::UserWarning")
-    _, other = facts_of_ranks(run_script(MAIN, "--flag", "a b", python_args=python_args))
-    assert other["argv"] == [str(run_script.folder / "script.py"), "--flag", "a b"]
-    assert (other["utf8"], other["bytes_warning"], other["warnings"]) == (
-        1,
-        1,
-        ["ignore::UserWarning", "default::BytesWarning"],
-    )
-
-
-def test_a_module_is_run_again_as_a_module(run_script: ScriptRunner) -> None:
-    """`python -m package.train` is run again as a module, although the script changes its directory."""
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ["-X", "utf8", "-b", "-W", "ignore::UserWarning", "script.py", "--flag", "a b"],
+            {
+                "argv": ["script.py", "--flag", "a b"],
+                "utf8": 1,
+                "bytes_warning": 1,
+                "warnings": ["ignore::UserWarning", "default::BytesWarning"],
+            },
+        ),
+        (
+            ["-m", "package.train", "--lr", "0.1"],
+            {"orig_argv": ["-m", "package.train", "--lr", "0.1"], "name": "__main__", "package": "package"},
+        ),
+        pytest.param(
+            ["-bc", MAIN, "one", "two"],
+            {"bytes_warning": 1, "argv": ["-c", "one", "two"]},
+            marks=pytest.mark.soak,  # tests/unit/processes/test_command_line.py has such commands, too
+        ),
+        (
+            ["changed.py", "--kept"],
+            {
+                "argv": ["other", "--gone"],
+                "orig_argv": ["changed.py", "--kept"],
+            },  # it changes its own argv, too
+        ),
+    ],
+    ids=["script", "module", "code", "changed"],
+)
+def test_the_command_line_is_run_again(
+    words: list[str], expected: dict[str, object], run_script: ScriptRunner
+) -> None:
+    """With flags and arguments; also where the script then changes its directory and `sys.argv`."""
     (run_script.folder / "elsewhere").mkdir()
+    run_script.write(MAIN)
     run_script.write("", "package/__init__.py")
     run_script.write(MAIN.replace("    main()", "    os.chdir('elsewhere')\n    main()"), "package/train.py")
-    command = [sys.executable, "-m", "package.train", "--lr", "0.1"]
-    first, other = facts_of_ranks(run_script.command(command, cwd=run_script.folder))
-    assert other["orig_argv"] == ["-m", "package.train", "--lr", "0.1"]
-    assert (other["name"], other["package"]) == ("__main__", "package")
-    assert first["cwd"] == other["cwd"] == str(run_script.folder / "elsewhere")
-
-
-@pytest.mark.soak  # tests/unit/processes/test_command_line.py has such commands, too
-def test_code_on_the_command_line_is_run_again(run_script: ScriptRunner) -> None:
-    """`python -bc ...`, its flags in one word, is run again with its code and arguments."""
-    _, other = facts_of_ranks(run_script.command([sys.executable, "-bc", MAIN, "one", "two"]))
-    assert (other["bytes_warning"], other["argv"]) == (1, ["-c", "one", "two"])
-
-
-def test_a_changed_argv_and_directory_do_not_matter(run_script: ScriptRunner) -> None:
-    """A script given by a relative path that first changes its directory and `sys.argv` is found again."""
-    (run_script.folder / "elsewhere").mkdir()
-    run_script.write("import os, sys\nos.chdir('elsewhere')\nsys.argv[:] = ['other', '--gone']\n" + MAIN)
-    command = [sys.executable, "script.py", "--kept"]
-    first, other = facts_of_ranks(run_script.command(command, cwd=run_script.folder, fresh=True))
-    assert first["cwd"] == other["cwd"] == str(run_script.folder / "elsewhere")
-    assert other["argv"] == ["other", "--gone"]  # it does the same to its own
-    assert other["orig_argv"] == ["script.py", "--kept"]
+    change = "import os, sys\nos.chdir('elsewhere')\nsys.argv[:] = ['other', '--gone']\n"
+    run_script.write(change + MAIN, "changed.py")
+    command = [sys.executable, *words]
+    result = run_script.command(command, cwd=run_script.folder, fresh=words[0] == "changed.py")
+    first, other = facts_of_ranks(result)
+    assert {name: other[name] for name in expected} == expected
+    folder = run_script.folder / ("elsewhere" if words[0] in ("-m", "changed.py") else "")
+    assert first["cwd"] == other["cwd"] == str(folder)
 
 
 def test_a_command_of_ones_own_is_run(run_script: ScriptRunner) -> None:
@@ -116,23 +132,13 @@ def test_a_command_of_ones_own_is_run(run_script: ScriptRunner) -> None:
 
 # ---------------------------------------------------------------------- refused at once
 
-REFUSED = """
-import os, time
-from rankwise.errors import LaunchRefusedError
-import rankwise.launchers.script as script
+REFUSED = f"""{SAY}
 import subprocess
-from rankwise.strategies import DDPStrategy
 
-def never(strategy):
-    print("LAUNCHED")
-
-def no_process(*args, **kwargs):
-    print("STARTED")
-
-subprocess.Popen = no_process
+subprocess.Popen = lambda *args, **options: print("STARTED")
 start = time.monotonic()
 try:
-    DDPStrategy(accelerator="cpu", devices=2).launch(never)
+    DDPStrategy(accelerator="cpu", devices=2).launch(lambda strategy: print("LAUNCHED"))
 except LaunchRefusedError as error:
     print("REFUSED", time.monotonic() - start < 10, error)
 """
@@ -154,17 +160,7 @@ def never(strategy: object) -> None:
 
 # ---------------------------------------------------------------------- several launches
 
-THRICE = """
-import os, sys, time, atexit
-import rankwise
-
-def say(*words):
-    sys.stdout.write(" ".join(map(str, words)) + "\\n")  # one write, which no other rank's can cut
-    sys.stdout.flush()
-
-from rankwise.errors import LaunchRefusedError
-from rankwise.strategies import DDPStrategy
-
+THRICE = f"""{SAY}
 def job(strategy, number):
     strategy.barrier()
     return number, os.getpid()
@@ -197,16 +193,7 @@ def test_later_launches_use_the_same_processes(kinds: tuple[str, ...], run_scrip
     assert sorted(line for line in lines if line.startswith("end")) == ["end 0", "end 1"]
 
 
-ONE_AFTER_ANOTHER = """
-import sys
-import rankwise
-from rankwise import StrategyRegistry
-from rankwise.errors import LaunchRefusedError, WorkerError
-
-def say(*words):
-    sys.stdout.write(" ".join(map(str, words)) + "\\n")
-    sys.stdout.flush()
-
+ONE_AFTER_ANOTHER = f"""{SAY}
 def job(strategy, number, has_to_fail):
     strategy.barrier()
     say("launch", number, "on", strategy.global_rank)
@@ -290,19 +277,11 @@ def test_ctrl_c_before_rank_zero_begins(sleeping: DDPStrategy, monkeypatch: pyte
     assert script_place() is None
 
 
-VALUES = """
-import sys
+VALUES = f"""{SAY}
 import torch
-import rankwise
-from rankwise.errors import LaunchRefusedError
-from rankwise.strategies import DDPStrategy
 
 def job(strategy, megabytes):
     return torch.full((megabytes << 18,), float(strategy.global_rank)), bytes(megabytes << 20)
-
-def say(*words):
-    sys.stdout.write(" ".join(map(str, words)) + "\\n")
-    sys.stdout.flush()
 
 strategy = DDPStrategy(accelerator="cpu", devices=2)
 for megabytes in (50, 1):
@@ -314,7 +293,7 @@ try:
     DDPStrategy(accelerator="cpu", devices=2, rendezvous="tcp").launch(job, 1)
 except LaunchRefusedError as error:
     say("refused", error)
-value = strategy.launch(lambda s: lambda: f"lambda of {s.global_rank}")
+value = strategy.launch(lambda s: lambda: f"lambda of {{s.global_rank}}")
 say("own", strategy.global_rank, value(), sorted(strategy.results))
 try:
     DDPStrategy(accelerator="cpu", devices=3).launch(job)
@@ -323,35 +302,21 @@ except LaunchRefusedError as error:
 """
 
 
-@pytest.fixture
-@computed_once
-def values(tmp_path_factory: pytest.TempPathFactory) -> ScriptResult:
-    """Run the script that returns several values."""
-    with module_runner(tmp_path_factory.mktemp("values")) as runner:
-        return runner(VALUES, siblings=1)
+def test_values_and_later_launches(run_script: ScriptRunner) -> None:
+    """Big values come back; what a later launch cannot be is refused on both ranks, and others go on.
 
-
-def test_big_values_come_back(values: ScriptResult) -> None:
-    """50 MB of rank 1 reach the main script, and the next job's value replaces it."""
-    lines = [line for line in values.stdout.splitlines() if line.startswith("big")]
-    assert lines == ["big 0 50 True 50", "big 1 50 True 50", "big 0 1 True 1", "big 1 1 True 1"], values
-
-
-def test_values_that_cannot_travel_stay(values: ScriptResult) -> None:
-    """Each rank has its own value; one that cannot be pickled stays in its process."""
-    lines = sorted(line for line in values.stdout.splitlines() if line.startswith("own"))
-    assert lines == ["own 0 lambda of 0 [0]", "own 1 lambda of 1 [1]"], values
-
-
-def test_a_port_is_refused_later(values: ScriptResult) -> None:
-    """Processes with a private rendezvous have no port: both ranks raise, and the next launch works."""
-    assert values.stdout.count("this script's processes meet privately") == 2
-
-
-def test_another_size_is_refused_later(values: ScriptResult) -> None:
-    """A script that runs as two processes cannot continue as three; each rank's error has both numbers."""
-    assert values.returncode == 0, values
-    assert values.stdout.count("already runs as 2 processes; it cannot go on as 3") == 2
+    Processes with a private rendezvous have no port, and two cannot continue as three. The next job's value
+    replaces the last one's. Each rank has its own value; one that cannot be pickled stays in its process.
+    """
+    result = run_script(VALUES, siblings=1)
+    assert result.returncode == 0, result
+    lines = result.stdout.splitlines()
+    big = [line for line in lines if line.startswith("big")]
+    assert big == ["big 0 50 True 50", "big 1 50 True 50", "big 0 1 True 1", "big 1 1 True 1"], result
+    own = sorted(line for line in lines if line.startswith("own"))
+    assert own == ["own 0 lambda of 0 [0]", "own 1 lambda of 1 [1]"], result
+    assert result.stdout.count("this script's processes meet privately") == 2
+    assert result.stdout.count("already runs as 2 processes; it cannot go on as 3") == 2
 
 
 AFTER = """
@@ -368,23 +333,11 @@ AFTER = """
 @pytest.mark.parametrize(
     ("code", "expected", "text"),
     [
-        ("if strategy.global_rank == 1: raise ValueError('too late')", 1, "ValueError: too late"),
-        pytest.param(
-            "if strategy.global_rank == 1: sys.exit(4)", 4, "exited with code 4", marks=pytest.mark.soak
-        ),
-        pytest.param(
-            "if strategy.global_rank == 1: os.kill(os.getpid(), 9)",
-            137,
-            "was killed by SIGKILL",
-            marks=pytest.mark.soak,
-        ),
-        pytest.param(
-            "if strategy.global_rank == 0: raise ValueError('in main')",
-            1,
-            "ValueError: in main",
-            marks=pytest.mark.soak,
-        ),
-        ("if strategy.global_rank == 0: sys.exit(4)", 4, ""),
+        ("1: raise ValueError('too late')", 1, "ValueError: too late"),
+        pytest.param("1: sys.exit(4)", 4, "exited with code 4", marks=pytest.mark.soak),
+        pytest.param("1: os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL", marks=pytest.mark.soak),
+        pytest.param("0: raise ValueError('in main')", 1, "ValueError: in main", marks=pytest.mark.soak),
+        ("0: sys.exit(4)", 4, ""),
     ],
     ids=["raise-1", "exit-1", "kill-1", "raise-0", "exit-0"],
 )
@@ -392,7 +345,7 @@ def test_a_failure_after_the_last_job_is_one(
     code: str, expected: int, text: str, run_script: ScriptRunner
 ) -> None:
     """An error in the rest of the script, in any rank, determines the exit code."""
-    result = run_script(AFTER.format(code=code), siblings=1)
+    result = run_script(AFTER.format(code=f"if strategy.global_rank == {code}"), siblings=1)
     assert result.returncode == expected, result
     assert text in result.stderr
     assert result.stderr.count("Traceback (most recent call last)") == ("raise" in code)
@@ -438,36 +391,39 @@ def test_a_script_without_a_launch_starts_nothing(run_script: ScriptRunner) -> N
     assert result.stdout == "''\n", result
 
 
-def test_a_sibling_that_does_not_start_is_an_error(run_script: ScriptRunner) -> None:
-    """A command that ends before it joins the job is named, and the script fails."""
-    source = MAIN.replace("devices=2", "devices=2, command=[sys.executable, '-c', 'print(1/0)']")
-    result = run_script(source)
-    assert result.returncode == 1
-    assert "WorkerExitedError" in result.stderr
-    assert "exited with code 1 before it had started" in result.stderr
-
-
 @pytest.mark.soak  # tests/unit/launchers/test_multiprocess.py has the refusal
 def test_spawn_without_the_main_guard_says_what_to_do(run_script: ScriptRunner) -> None:
     """A script that launches while a worker imports it: the end of the error names the main guard."""
-    source = """
-        from rankwise.strategies import DDPSpawnStrategy
-        DDPSpawnStrategy(accelerator="cpu", devices=2).launch(print)
-    """
+    source = "import rankwise\nrankwise.DDPSpawnStrategy(accelerator='cpu', devices=2).launch(print)"
     result = run_script(source)
     assert result.returncode == 1
     assert "was used while the main module was still being imported" in result.stderr
     assert result.stderr.rstrip().endswith('under: if __name__ == "__main__":')
 
 
-def test_a_sibling_that_goes_another_way_is_an_error(run_script: ScriptRunner) -> None:
-    """A sibling that reaches the end of the script without joining the job fails it, without a hang."""
-    source = MAIN.replace(
-        "    main()", "    import rankwise.launchers.script_place as s\n    s.script_place() or main()"
-    )
-    result = run_script(source, siblings=1)
+@pytest.mark.parametrize(
+    ("plain", "changed", "text"),
+    [
+        (
+            "devices=2",
+            "devices=2, command=[sys.executable, '-c', 'print(1/0)']",
+            "WorkerExitedError.*exited with code 1 before it had started",
+        ),
+        (
+            "    main()",
+            "    import rankwise.launchers.script_place as s\n    s.script_place() or main()",
+            "exited with code 0 before it had finished",
+        ),
+    ],
+    ids=["start", "way"],
+)
+def test_a_sibling_that_does_not_join_is_an_error(
+    plain: str, changed: str, text: str, run_script: ScriptRunner
+) -> None:
+    """A command that ends before it joins the job, or goes another way, is named; the script fails."""
+    result = run_script(MAIN.replace(plain, changed), siblings=int(plain != "devices=2"))
     assert result.returncode == 1, result
-    assert "exited with code 0 before it had finished" in result.stderr
+    assert re.search(f"(?s){text}", result.stderr)
 
 
 def test_command_must_be_words() -> None:

@@ -14,10 +14,13 @@ SCRIPT = """
     import torch
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
-    from rankwise import Trainer, TrainingModule, rank_zero_only, seed_everything
+    from rankwise import TrainingModule, rank_zero_only, seed_everything
     from rankwise.checkpoint import TorchCheckpointIO
     from rankwise.errors import CheckpointError
     from tests.process.training_tasks import Regression, loader, quiet_trainer
+
+    def drawn():
+        return [random.random(), float(torch.rand(1))]
 
     class Norm(TrainingModule):
         def __init__(self):
@@ -42,22 +45,15 @@ SCRIPT = """
             TrainingModule.__init__(self)
 
         def setup(self, stage):
-            facts["in setup"] = [random.random(), float(torch.rand(1))]
+            facts["in setup"] = drawn()
             torch.manual_seed(os.getpid())
             Norm.__init__(self)
-
-    def new_trainer():
-        options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        return Trainer(strategy="ddp", accelerator="cpu", devices=2, max_epochs=2, **options)
-
-    def drawn():
-        return [random.random(), float(torch.rand(1))]
 
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 3, dtype=torch.float64, generator=generator) * torch.linspace(0.2, 3, 64)[:, None]
     data = TensorDataset(x.double(), x.double().sum(1, keepdim=True))
     seed_everything(3)
-    trainer, model = new_trainer(), Norm()
+    trainer, model = quiet_trainer("ddp", 2, max_epochs=2), Norm()
     facts = {"before": [trainer.global_rank, trainer.is_global_zero, rank_zero_only.rank], "drawn": [drawn()]}
     trainer.fit(model, DataLoader(data, 4))
     facts["drawn"].append(drawn())
@@ -68,7 +64,7 @@ SCRIPT = """
         facts["by hand"] = float(nn.functional.mse_loss(model.net(data.tensors[0]), data.tensors[1]))
     same = DataLoader(TensorDataset(torch.ones(4, 3, dtype=torch.float64)), 1)
     torch.manual_seed(os.getpid())
-    facts["predicted"] = torch.cat(new_trainer().predict(Late(), same)).flatten().tolist()
+    facts["predicted"] = torch.cat(quiet_trainer("ddp", 2).predict(Late(), same)).flatten().tolist()
     facts["rank"] = trainer.global_rank
 
     class SlowIO(TorchCheckpointIO):
@@ -118,28 +114,20 @@ def test_ranks_are_known_before_the_first_fit(facts: list[dict[str, Any]]) -> No
     assert [own["before"] for own in facts] == [[0, True, 0], [1, False, 1]]
 
 
-def test_evaluation_uses_rank_zeros_buffers(facts: list[dict[str, Any]]) -> None:
-    """After a fit all ranks have the batch normalisation of rank zero, and test what it would save."""
+def test_evaluation_uses_rank_zeros_state(facts: list[dict[str, Any]]) -> None:
+    """All ranks test what rank zero would save, its batch normalisation included; a stage takes its weights.
+
+    Also where each process has initialised the weights by itself, all predict with rank zero's.
+    """
     first, second = facts
     assert first["test"] == second["test"] == pytest.approx(first["by hand"], rel=1e-12)
     assert first["by hand"] == second["by hand"]
-
-
-def test_evaluation_uses_rank_zeros_weights(facts: list[dict[str, Any]]) -> None:
-    """Where each process has initialised the weights by itself, all predict with rank zero's."""
-    first, second = facts
     assert first["predicted"] == second["predicted"]
     assert len(set(first["predicted"])) == 1
 
 
-def test_stages_leave_the_random_state_alone(facts: list[dict[str, Any]]) -> None:
-    """Between the stages all ranks draw the same numbers: splits of the data stay equal. Each is new."""
-    first, second = facts
-    assert first["drawn"] == second["drawn"]
-    assert len({tuple(drawn) for drawn in first["drawn"]}) == 3
-
-
 def test_ranks_draw_the_same_before_the_batches(facts: list[dict[str, Any]]) -> None:
-    """All ranks split data in `setup` alike, also where nothing has seeded the processes."""
+    """All ranks split data alike between the stages, each time anew, and in `setup`, also unseeded."""
     first, second = facts
-    assert first["in setup"] == second["in setup"]
+    assert (first["drawn"], first["in setup"]) == (second["drawn"], second["in setup"])
+    assert len({tuple(drawn) for drawn in first["drawn"]}) == 3

@@ -13,11 +13,10 @@ SCRIPT = """
     import json, os, sys
     from pathlib import Path
     import torch
-    from rankwise import Trainer
     from rankwise.callbacks import ModelCheckpoint
     from rankwise.checkpoint import TorchCheckpointIO
     from rankwise.loggers import CSVLogger
-    from tests.process.training_tasks import Regression, loader
+    from tests.process.training_tasks import Regression, loader, quiet_trainer
 
     rank = int(os.environ["RANK"])
 
@@ -43,9 +42,7 @@ SCRIPT = """
             self.hparams["size"] = 1
 
     def trainer(**options):
-        options = {"logger": False, "enable_checkpointing": False, **options}
-        options = {"strategy": "ddp", "accelerator": "cpu", "max_epochs": 1, **options}
-        return Trainer(enable_progress_bar=False, **options)
+        return quiet_trainer("ddp", "auto", **{"max_epochs": 1, **options})
 
     def saving(**options):
         return {"callbacks": [ModelCheckpoint("saved", **options)], "enable_checkpointing": True}
@@ -86,42 +83,34 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks has got from each call, rank 0 first or last."""
     with module_runner(tmp_path_factory.mktemp("errors")) as runner:
-        result = runner.command(
-            [*TORCHRUN, str(runner.write(SCRIPT))], env=with_tests(), timeout=120, siblings=2
-        )
+        command = [*TORCHRUN, str(runner.write(SCRIPT))]
+        result = runner.command(command, env=with_tests(), timeout=120, siblings=2)
     assert result.returncode == 0, result
     return list(map(json.loads, result.stdout.splitlines()))
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("missing", "CheckpointError: Checkpoint 'missing.ckpt'"),
-        ("best", 'ConfigurationError: ckpt_path="best" finds no checkpoint'),
-        ("damaged", "CheckpointError: Checkpoint 'damaged.ckpt'"),
-        ("test", "CheckpointError: Checkpoint 'missing.ckpt'"),
-        ("folder", "CheckpointError: "),
-        ("saved", "returned 2"),
-        ("works", "returned 2"),
-    ],
-)
-def test_every_rank_raises_the_same(name: str, expected: str, ranks: list[dict[str, Any]]) -> None:
+def test_every_rank_raises_the_same(ranks: list[dict[str, Any]]) -> None:
     """An error of this package has one text on all ranks, and the next stage works."""
-    first, second = (found[name] for found in ranks)
-    assert first == second
-    assert first.startswith(expected), first
+    for name, expected in {
+        "missing": "CheckpointError: Checkpoint 'missing.ckpt'",
+        "best": 'ConfigurationError: ckpt_path="best" finds no checkpoint',
+        "damaged": "CheckpointError: Checkpoint 'damaged.ckpt'",
+        "test": "CheckpointError: Checkpoint 'missing.ckpt'",
+        "folder": "CheckpointError: ",
+        "saved": "returned 2",
+        "works": "returned 2",
+    }.items():
+        first, second = (found[name] for found in ranks)
+        assert first == second
+        assert first.startswith(expected), first
 
 
-@pytest.mark.parametrize(
-    ("name", "rank", "message"),
-    [("read", 1, "no such bucket"), ("removed", 0, "not removed"), ("hparams", 0, "no disk")],
-)
-def test_every_rank_raises_another_ranks_own_error(
-    name: str, rank: int, message: str, ranks: list[dict[str, Any]]
-) -> None:
+def test_every_rank_raises_another_ranks_own_error(ranks: list[dict[str, Any]]) -> None:
     """Where one rank gets an error of the user's, the others get one that names rank, type and text."""
-    own, other = sorted((found[name] for found in ranks), reverse=True, key=lambda text: text[0] == "O")
-    assert own == f"OwnError: {message}"
-    assert f"global_rank={rank}" in other
-    assert f"OwnError: {message}" in other
-    assert other.startswith("WorkerRaisedError")
+    messages = {"read": (1, "no such bucket"), "removed": (0, "not removed"), "hparams": (0, "no disk")}
+    for name, (rank, message) in messages.items():
+        own, other = sorted((found[name] for found in ranks), reverse=True, key=lambda text: text[0] == "O")
+        assert own == f"OwnError: {message}"
+        assert f"global_rank={rank}" in other
+        assert f"OwnError: {message}" in other
+        assert other.startswith("WorkerRaisedError")

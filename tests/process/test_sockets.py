@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from rankwise.strategies import Strategy
 from tests.helpers.scripts import ScriptRunner
-from tests.process.helpers import ddp
+from tests.process.helpers import ddp, with_tests
 
 JOB = """
     import sys, time, pathlib
@@ -27,52 +27,37 @@ JOB = """
     from rankwise.strategies import DDPStrategy
     import torch, torch.distributed as dist
 
-    def job(strategy, stop):
+    def job(strategy):
         dist.new_group([0, 1]).rank()
         strategy.all_reduce(torch.ones(1))
-        sys.stdout.write("up\\n")
-        sys.stdout.flush()
-        while not pathlib.Path(stop).exists():
+        print("up", flush=True)
+        while not pathlib.Path("stop").exists():
             time.sleep(0.02)
         strategy.barrier()
 
     if __name__ == "__main__":
-        start_method, rendezvous, stop = sys.argv[1:]
-        strategy = DDPStrategy(
-            start_method=start_method, rendezvous=rendezvous, accelerator="cpu", devices=2
-        )
-        strategy.launch(job, stop)
+        start_method, rendezvous = sys.argv[1:]
+        options = {"rendezvous": rendezvous, "accelerator": "cpu", "devices": 2}
+        DDPStrategy(start_method=start_method, **options).launch(job)
 """
 
 
 FIT = """
     import sys, time, pathlib
-    import torch
-    from torch.utils.data import DataLoader, TensorDataset
-    from rankwise import Trainer, TrainingModule
     import torch.distributed as dist
+    from tests.process.training_tasks import Regression, loader, quiet_trainer
 
-    class Line(TrainingModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(2, 1)
-
+    class Line(Regression):
         def training_step(self, batch, batch_idx):
             if batch_idx == 1:
                 dist.new_group([0, 1]).rank()
-                sys.stdout.write("up\\n")
-                sys.stdout.flush()
-                while not pathlib.Path(sys.argv[2]).exists():
+                print("up", flush=True)
+                while not pathlib.Path("stop").exists():
                     time.sleep(0.02)
-            return self.layer(batch[0]).mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
+            return super().training_step(batch, batch_idx)
 
     if __name__ == "__main__":
-        trainer = Trainer(strategy=sys.argv[1], accelerator="cpu", devices=2, max_epochs=1, logger=False,
-                          enable_checkpointing=False, enable_progress_bar=False)
-        trainer.fit(Line(), DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2))
+        quiet_trainer(sys.argv[1], 2, max_epochs=1).fit(Line(), loader(8, 2))
 """
 
 
@@ -109,43 +94,30 @@ def _listeners(namespace: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("start_method", "rendezvous"),
+    ("program", "arguments"),
     [
-        ("popen", "private"),
-        ("fork", "tcp"),
-        pytest.param("popen", "tcp", marks=pytest.mark.soak),
-        pytest.param("fork", "private", marks=pytest.mark.soak),
-        pytest.param("spawn", "private", marks=pytest.mark.soak),
-        pytest.param("forkserver", "tcp", marks=pytest.mark.soak),
+        (JOB, ["popen", "private"]),
+        (JOB, ["fork", "tcp"]),
+        pytest.param(JOB, ["popen", "tcp"], marks=pytest.mark.soak),
+        pytest.param(JOB, ["fork", "private"], marks=pytest.mark.soak),
+        pytest.param(JOB, ["spawn", "private"], marks=pytest.mark.soak),
+        pytest.param(JOB, ["forkserver", "tcp"], marks=pytest.mark.soak),
+        (FIT, ["ddp_notebook"]),
+        pytest.param(FIT, ["ddp"], marks=pytest.mark.soak),
     ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
 def test_a_job_listens_on_loopback_only(
-    start_method: str, rendezvous: str, namespace: str, run_script: ScriptRunner, tmp_path: Path
+    program: str, arguments: list[str], namespace: str, run_script: ScriptRunner
 ) -> None:
     """Every listening socket is on 127.0.0.1; a store has one only with `rendezvous="tcp"`."""
-    stop = tmp_path / "stop"
-    running = run_script.start(JOB, start_method, rendezvous, str(stop), namespace=namespace, siblings=1)
+    running = run_script.start(program, *arguments, namespace=namespace, env=with_tests(), siblings=1)
     running.wait_for("up", count=2)
     listeners = _listeners(namespace)
-    stop.touch()
+    (run_script.folder / "stop").touch()
     assert running.finish().returncode == 0
-    assert set(listeners) == {"127.0.0.1"}
     of_gloo = 2 * 2  # one socket for each rank and group
-    assert len(listeners) == of_gloo + (rendezvous == "tcp")
-
-
-@pytest.mark.parametrize("strategy", ["ddp_notebook", pytest.param("ddp", marks=pytest.mark.soak)])
-def test_a_fit_listens_on_loopback_only(
-    strategy: str, namespace: str, run_script: ScriptRunner, tmp_path: Path
-) -> None:
-    """During `fit`, after `new_group`: each rank's two gloo sockets are all that listens, on 127.0.0.1."""
-    stop = tmp_path / "stop"
-    running = run_script.start(FIT, strategy, str(stop), namespace=namespace)
-    running.wait_for("up", count=2)
-    listeners = _listeners(namespace)
-    stop.touch()
-    assert running.finish().returncode == 0
-    assert listeners == ["127.0.0.1"] * 4
+    assert listeners == ["127.0.0.1"] * (of_gloo + ("tcp" in arguments))
 
 
 def test_gloos_interface_is_the_users_if_he_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,13 +156,9 @@ def test_gloo_takes_no_connections_of_strangers(tmp_path: Path) -> None:
     before = socket.create_server(("127.0.0.1", 0))
     with before:
         states = ddp("fork").launch(connect_to_all, before.getsockname()[1], tmp_path / "serves")
-    assert states.pop("gloo") == [False, False]  # of the default group and of the further one
-    assert states == {
-        "opened while a rank was missing": [],
-        "before": [True],
-        "meanwhile": [True],
-        "after": [True],
-    }
+    of_gloo = [False, False]  # of the default group and of the further one
+    of_program = {"before": [True], "meanwhile": [True], "after": [True]}
+    assert states == {"gloo": of_gloo, "opened while a rank was missing": [], **of_program}
 
 
 def connect_to_all(strategy: Strategy, before: int, serves: Path) -> dict[str, list[bool]]:
@@ -217,10 +185,8 @@ def connect_to_all(strategy: Strategy, before: int, serves: Path) -> dict[str, l
     if strategy.is_global_zero:
         thread.join()
         servers.append(socket.create_server(("127.0.0.1", 0)))
-        names |= {
-            server.getsockname()[1]: name
-            for server, name in zip(servers, ("meanwhile", "after"), strict=True)
-        }
+        for server, name in zip(servers, ("meanwhile", "after"), strict=True):
+            names[server.getsockname()[1]] = name
         for port in listening_ports():
             states.setdefault(names.get(port, "gloo"), []).append(can_connect(port))
     strategy.all_reduce(torch.ones(1))
@@ -234,18 +200,17 @@ FLOODED = """
     from rankwise.strategies import DDPStrategy
     import torch
 
-    def job(strategy, stop):
+    def job(strategy):
         total = strategy.all_reduce(torch.ones(1), reduce_op="sum")
-        sys.stdout.write("up\\n")
-        sys.stdout.flush()
-        while strategy.broadcast(not pathlib.Path(stop).exists()):
+        print("up", flush=True)
+        while strategy.broadcast(not pathlib.Path("stop").exists()):
             with open(os.devnull):
                 total = strategy.all_reduce(torch.ones(1), reduce_op="sum")
         return float(total)
 
     if __name__ == "__main__":
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-        print(DDPStrategy(start_method=sys.argv[1], accelerator="cpu", devices=2).launch(job, sys.argv[2]))
+        print(DDPStrategy(start_method=sys.argv[1], accelerator="cpu", devices=2).launch(job))
 """
 
 
@@ -253,11 +218,9 @@ FLOODED = """
     "start_method",
     ["fork", "popen", *(pytest.param(each, marks=pytest.mark.soak) for each in ("spawn", "forkserver"))],
 )
-def test_more_connections_than_a_rank_may_open_files(
-    start_method: str, run_script: ScriptRunner, tmp_path: Path
-) -> None:
+def test_more_connections_than_a_rank_may_open_files(start_method: str, run_script: ScriptRunner) -> None:
     """Whoever makes them, to all that the job listens at, does not harm it."""
-    running = run_script.start(FLOODED, start_method, str(tmp_path / "stop"))
+    running = run_script.start(FLOODED, start_method)
     running.wait_for("up", count=2)
     ports = [port for process in running.processes() for port in listening_ports(process)]
     assert len(ports) == 2
@@ -267,7 +230,7 @@ def test_more_connections_than_a_rank_may_open_files(
             connection.setblocking(False)
             connection.connect_ex(("127.0.0.1", port))
         time.sleep(0.5)  # the job goes on meanwhile
-        (tmp_path / "stop").touch()
+        (run_script.folder / "stop").touch()
         result = running.finish()
     assert result.returncode == 0, result
     assert result.stdout.count("2.0") == (2 if start_method == "popen" else 1), result

@@ -13,6 +13,7 @@ from tests.process.helpers import ddp
 from tests.process.training_tasks import quiet_trainer
 
 ROWS, BATCH = 10, 3
+POWERSGD = "powersgd:start_powerSGD_iter=2,matrix_approximation_rank=4"
 
 
 class Embedded(TrainingModule):
@@ -54,12 +55,23 @@ def samples(bad: int | None = None) -> TensorDataset:
     return TensorDataset(numbers, targets)
 
 
-def expected(trainer_options: dict[str, Any], bad: int | None) -> list[Tensor]:
-    """Return the weights of one process with dense gradients, on the batches of both ranks."""
-    module = Embedded(is_sparse=False)
-    trainer = quiet_trainer("single_device", 1, max_epochs=2, **trainer_options)
-    trainer.fit(module, DataLoader(samples(bad), batch_size=2 * BATCH))
+def weights(
+    module: Embedded,
+    strategy: Any = "single_device",
+    devices: int = 1,
+    bad: int | None = None,
+    **options: Any,
+) -> list[Tensor]:
+    """Return the weights after two epochs of global batches of the same samples."""
+    trainer = quiet_trainer(strategy, devices, max_epochs=2, **options)
+    trainer.fit(module, DataLoader(samples(bad), batch_size=2 * BATCH // devices))
     return [parameter.detach() for parameter in module.parameters()]
+
+
+def check_equal(own: list[Tensor], bad: int | None = None, atol: float = 1e-12, **options: Any) -> None:
+    """The weights are those of one process with dense gradients, on the batches of both ranks."""
+    expected = weights(Embedded(is_sparse=False), bad=bad, **options)
+    torch.testing.assert_close(own, expected, rtol=0, atol=atol)
 
 
 @pytest.mark.quick
@@ -77,14 +89,7 @@ def expected(trainer_options: dict[str, Any], bad: int | None) -> list[Tensor]:
         ({"gradient_weighting": "logged", "comm_hook": "fp16_compress"}, {}, 1e-2),
         ({"gradient_weighting": "samples", "comm_hook": "bf16_compress"}, {"on_nonfinite": "skip"}, 1e-1),
         ({"gradient_weighting": "samples", "comm_hook": "allreduce", "comm_wrapper": "fp16"}, {}, 1e-2),
-        (
-            {
-                "gradient_weighting": "samples",
-                "comm_hook": "powersgd:start_powerSGD_iter=2,matrix_approximation_rank=4",
-            },
-            {},
-            1e-12,
-        ),
+        ({"gradient_weighting": "samples", "comm_hook": POWERSGD}, {}, 1e-12),
     ],
 )
 def test_ranks_equal_one_process(
@@ -92,24 +97,18 @@ def test_ranks_equal_one_process(
 ) -> None:
     """Hooks, weights, clipping and skipped steps: the weights of one process with dense gradients."""
     bad = 20 if "on_nonfinite" in trainer_options else None
-    module = Embedded()
-    trainer = quiet_trainer(ddp("fork", **options), 2, max_epochs=2, **trainer_options)
-    trainer.fit(module, DataLoader(samples(bad), batch_size=BATCH))
-    for own, other in zip(module.parameters(), expected(trainer_options, bad), strict=True):
-        torch.testing.assert_close(own.detach(), other, rtol=0, atol=atol)
+    own = weights(Embedded(), ddp("fork", **options), 2, bad, **trainer_options)
+    check_equal(own, bad, atol, **trainer_options)
 
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_one_process_too(number: int) -> None:
-    """Clipping and skipping do not need several ranks."""
+    """Clipping and skipping do not need several ranks; manual optimisation has no gradients to average."""
     for algorithm in ("norm", "value"):
-        options = {"on_nonfinite": "skip", "gradient_clip_val": 0.1, "gradient_clip_algorithm": algorithm}
-        module = Embedded()
-        trainer = quiet_trainer("single_device", 1, max_epochs=2, accumulate_grad_batches=number, **options)
-        trainer.fit(module, DataLoader(samples(20), batch_size=2 * BATCH))
-        dense = expected({**options, "accumulate_grad_batches": number}, 20)
-        for own, other in zip(module.parameters(), dense, strict=True):
-            torch.testing.assert_close(own.detach(), other, rtol=0, atol=1e-12)
+        options: dict[str, Any] = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": algorithm}
+        options |= {"on_nonfinite": "skip", "accumulate_grad_batches": number}
+        check_equal(weights(Embedded(), bad=20, **options), 20, **options)
+    check_equal(weights(Embedded(is_manual=True)))
 
 
 @pytest.mark.parametrize(
@@ -121,9 +120,8 @@ def test_one_process_too(number: int) -> None:
 )
 def test_refused_before_anything_starts(options: dict[str, Any], module: Embedded, words: str) -> None:
     """Where rankwise averages itself, in dense buckets, the layers are named in the caller."""
-    trainer = quiet_trainer(ddp("fork", **options), 2, max_epochs=1)
     with pytest.raises(ConfigurationError, match=words) as caught:
-        trainer.fit(module, DataLoader(samples(), batch_size=BATCH))
+        weights(module, ddp("fork", **options), 2)
     assert "first, last" in str(caught.value)
 
 
@@ -142,15 +140,5 @@ def test_refused_on_every_rank(is_manual: bool) -> None:
     """Layers that exist on the ranks only are refused before the first step."""
     strategy = ddp("fork", sync_mode="auto" if is_manual else "forced_sync")
     with pytest.raises(WorkerRaisedError, match=r"sparse gradients[\s\S]*the same on global_rank") as caught:
-        quiet_trainer(strategy, 2, max_epochs=1).fit(
-            MadeInSetup(is_manual=is_manual), DataLoader(samples(), batch_size=BATCH)
-        )
+        weights(MadeInSetup(is_manual=is_manual), strategy, 2)
     assert caught.value.exception_type == ConfigurationError.__name__
-
-
-def test_one_process_averages_nothing() -> None:
-    """Manual optimisation in one process has no gradients to average."""
-    module = Embedded(is_manual=True)
-    quiet_trainer("single_device", 1, max_epochs=2).fit(module, DataLoader(samples(), batch_size=2 * BATCH))
-    for own, other in zip(module.parameters(), expected({}, None), strict=True):
-        torch.testing.assert_close(own.detach(), other, rtol=0, atol=1e-12)

@@ -18,23 +18,18 @@ from tests.process.stopping import CODE, OPTIONS, WHO, check_end, send_to
 
 SCRIPT = """
     import sys
-    from tests.process.stopping import train
+    from tests.process import stopping
 
     if __name__ == "__main__":
-        train(*sys.argv[1:])
+        getattr(stopping, sys.argv[1])(*sys.argv[2:])
 """
 
 
 def start(run_script: ScriptRunner, strategy: str, folder: Path, *more: str) -> RunningScript:
     """Begin to train on two ranks; return when both have made a few steps, or are in a long validation."""
-    running = run_script.start(SCRIPT, strategy, str(folder), *more, env=with_tests(), siblings=1)
+    running = run_script.start(SCRIPT, "train", strategy, str(folder), *more, env=with_tests(), siblings=1)
     running.wait_for("validating" if "validate long" in more else "training", count=2, timeout=60)
     return running
-
-
-def send(running: RunningScript, who: str, folder: Path) -> None:
-    """Send SIGTERM to one rank, to the main process or to the whole group."""
-    send_to(running.pid, who, folder)
 
 
 def check(running: RunningScript, folder: Path) -> None:
@@ -60,17 +55,10 @@ def check(running: RunningScript, folder: Path) -> None:
 def test_sigterm(strategy: str, who: str, options: str, run_script: ScriptRunner, tmp_path: Path) -> None:
     """Whichever process gets it, all stop after one step, with a checkpoint and exit code 143."""
     running = start(run_script, strategy, tmp_path, options)
-    send(running, who, tmp_path)
+    send_to(running.pid, who, tmp_path)
     check(running, tmp_path)
 
 
-SERIES = """
-    import sys
-    from tests.process.stopping import series
-
-    if __name__ == "__main__":
-        series(*sys.argv[1:])
-"""
 LONG = pytest.mark.timeout(3600)
 RUNS = int(os.environ.get("RANKWISE_SOAK_RUNS", "50"))
 
@@ -79,25 +67,21 @@ RUNS = int(os.environ.get("RANKWISE_SOAK_RUNS", "50"))
     ("who", "rounds"),
     [
         ("group", 2),
-        *(
-            pytest.param(who, RUNS * 4 // 5, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])
-            for who in WHO
-        ),
+        *(pytest.param(who, RUNS * 4 // 5, marks=[pytest.mark.soak, LONG]) for who in WHO),
     ],
 )
 def test_sigterm_again_and_again(who: str, rounds: int, run_script: ScriptRunner, tmp_path: Path) -> None:
     """SIGTERM at random moments, in jobs forked from a process that has imported everything."""
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
-    script = run_script.write(SERIES)
-    running = run_script.start(script, who, str(rounds), str(seed), str(tmp_path), env=with_tests())
-    result = running.finish(timeout=60 + 60 * rounds)
+    arguments = ("series", who, str(rounds), str(seed), str(tmp_path))
+    result = run_script(SCRIPT, *arguments, env=with_tests(), timeout=60 + 60 * rounds)
     assert result.returncode == 0, result
     assert result.stdout.count("in order") == rounds, result
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
+@LONG
 @pytest.mark.parametrize("who", WHO)
 def test_sigterm_with_every_strategy(who: str, run_script: ScriptRunner, tmp_path: Path) -> None:
     """The rest of the fifty rounds: strategies whose ranks import everything again."""
@@ -110,7 +94,7 @@ def test_sigterm_with_every_strategy(who: str, run_script: ScriptRunner, tmp_pat
         folder.mkdir()
         running = start(run_script, next(strategies), folder, generator.choice(OPTIONS))
         time.sleep(generator.random() / 2)
-        send(running, who, folder)
+        send_to(running.pid, who, folder)
         check(running, folder)
 
 
@@ -120,7 +104,8 @@ def test_should_stop_on_one_rank(run_script: ScriptRunner, tmp_path: Path) -> No
     The same script then finds a SIGTERM that is no echo of the first, in a step that does not end, to end
     the job at once.
     """
-    running = run_script.start(SCRIPT, "ddp_fork", str(tmp_path), "should_stop", env=with_tests())
+    arguments = ("train", "ddp_fork", str(tmp_path), "should_stop")
+    running = run_script.start(SCRIPT, *arguments, env=with_tests())
     running.wait_for("fit has returned", timeout=60)
     ends = [json.loads((tmp_path / f"end{rank}").read_text()) for rank in range(2)]
     assert ends[0] == ends[1]
@@ -141,7 +126,7 @@ def test_should_stop_on_one_rank(run_script: ScriptRunner, tmp_path: Path) -> No
 def test_sigterm_under_torchrun(who: str, run_script: ScriptRunner, tmp_path: Path) -> None:
     """The agent forwards the signal; ranks that get it twice save one checkpoint."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, str(run_script.write(SCRIPT)), "ddp", str(tmp_path), "workers"]
+    command = [*torchrun, str(run_script.write(SCRIPT)), "train", "ddp", str(tmp_path), "workers"]
     running = run_script.start_command(command, env=with_tests())
     running.wait_for("training", count=2, timeout=60)
     for process in running.processes() if who == "everybody" else running.processes()[:1]:

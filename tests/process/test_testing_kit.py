@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rankwise import Trainer
-from rankwise.checkpoint import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
+from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
 from rankwise.errors import (
     ConfigurationError,
     ContractError,
@@ -37,7 +36,8 @@ from rankwise.testing import (
 )
 from tests.helpers.bucket import Bucket
 from tests.process.helpers import ddp
-from tests.process.training_tasks import Regression, loader
+from tests.process.resume_tasks import ThroughTorch
+from tests.process.training_tasks import Regression, loader, quiet_trainer
 
 # ---------------------------------------------------------------------- strategies
 
@@ -174,16 +174,11 @@ def test_a_storage_that_is_no_folder(tmp_path: Path) -> None:
     check_checkpoint_io(Bucket(tmp_path), "bucket://run")
 
 
-class Forgetful(CheckpointIO):
+class Forgetful(ThroughTorch):
     """Removes nothing, and reads nothing as an empty checkpoint."""
 
-    own = TorchCheckpointIO()
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any) -> None:
-        self.own.save_checkpoint(checkpoint, path)
-
     def load_checkpoint(self, path: Any, map_location: Any = "cpu") -> dict[str, Any]:
-        return self.own.load_checkpoint(path, map_location) if Path(path).exists() else {}
+        return super().load_checkpoint(path, map_location) if Path(path).exists() else {}
 
     def remove_checkpoint(self, path: Any) -> None:
         pass
@@ -193,23 +188,11 @@ def test_a_forgetful_checkpoint_io(tmp_path: Path) -> None:
     """Each rule that is broken is a line."""
     with pytest.raises(ContractError, match="breaks 2 rules") as caught:
         check_checkpoint_io(Forgetful(), tmp_path)
-    assert "a checkpoint that is missing is a CheckpointError: there is no CheckpointError" in str(
-        caught.value
-    )
+    line = "a checkpoint that is missing is a CheckpointError: there is no CheckpointError"
+    assert line in str(caught.value)
 
 
 # ---------------------------------------------------------------------- faults
-
-
-def fit(strategy: Strategy) -> None:
-    trainer = Trainer(
-        strategy=strategy,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        max_steps=4,
-    )
-    trainer.fit(Regression(), loader(16, 2))
 
 
 @pytest.mark.parametrize(
@@ -227,7 +210,7 @@ def fit(strategy: Strategy) -> None:
 def test_faults(fault: Fault, error: type[Exception]) -> None:
     """The fault happens on its rank, at its step or phase."""
     with inject_faults(fault) as injection, pytest.raises(error, match=f"global_rank={fault.rank}"):
-        fit(ddp("fork", timeout=3.0))
+        quiet_trainer(ddp("fork", timeout=3.0), 2, max_steps=4).fit(Regression(), loader(16, 2))
     happened_s = injection.happened_s(fault)
     assert happened_s is not None
     assert time.monotonic() - happened_s < 30

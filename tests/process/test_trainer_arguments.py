@@ -9,17 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from rankwise.callbacks import Callback
+from rankwise.callbacks import LambdaCallback
 from rankwise.profilers import SimpleProfiler
 from rankwise.trainer.loops import validation
 from tests.process.training_tasks import Regression, loader, quiet_trainer
 
 
-class Stops(Callback):
-    """Wants to stop after each step."""
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        trainer.should_stop = True
+def stop(trainer: Any, *_: Any) -> None:
+    trainer.should_stop = True
 
 
 class Draws(Regression):
@@ -63,7 +60,7 @@ def test_arguments_of_fit() -> None:
     for strategy, size in (("single_device", 1), ("ddp_fork", 2)):
         model, batch_size = Draws(), 8 // size
         options = {"max_epochs": 4, "overfit_batches": 2, "num_sanity_val_steps": 1, "min_steps": 5}
-        trainer = quiet_trainer(strategy, size, callbacks=Stops(), **options)
+        trainer = quiet_trainer(strategy, size, callbacks=LambdaCallback(on_train_batch_end=stop), **options)
         trainer.fit(model, loader(32, batch_size, shuffle=True), loader(16, batch_size))
         assert (trainer.global_step, model.checked) == (5, 1)
         assert (trainer.state.fn, trainer.state.finished, trainer.interrupted) == ("fit", True, False)

@@ -46,13 +46,12 @@ def test_everything_comes_back(strategy: str, tmp_path: Path) -> None:
     assert (trainer.global_step, trainer.current_epoch) == (expected.global_step, expected.current_epoch)
     assert (trainer.global_step, trainer.current_epoch) == (18, 3)
     assert all(mine is still for mine, still in zip(parameters, module.parameters(), strict=True))
-    for mine, theirs in zip(module.parameters(), expected_module.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+    expected_parameters = list(expected_module.parameters())
+    torch.testing.assert_close(parameters, expected_parameters, rtol=0, atol=1e-6)
     check_optimizers(trainer, expected, module)
     for name in ("train_loss", "val_loss"):
-        assert float(trainer.callback_metrics[name]) == pytest.approx(
-            float(expected.callback_metrics[name]), abs=1e-9
-        )
+        value = float(expected.callback_metrics[name])
+        assert float(trainer.callback_metrics[name]) == pytest.approx(value, abs=1e-9)
     check_checkpoint(trainer, tmp_path / "two")
     check_evaluation(trainer, module, expected, expected_module)
 
@@ -132,6 +131,14 @@ def test_a_second_run_has_a_last_checkpoint_of_its_own(scheme: str, tmp_path: Pa
         assert saving.last_model_path == f"{folder}/{list(steps)[-1]}"
 
 
+def check_same(module: Regression, expected: Regression) -> None:
+    """Two modules have the same state, in the same order, and predict the same."""
+    assert list(module.state_dict()) == list(expected.state_dict())
+    x = dataset(15).tensors[0]
+    torch.testing.assert_close(module.state_dict(), expected.state_dict(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(module(x), expected(x), rtol=0, atol=1e-12)
+
+
 class Adapter(nn.Module):
     """A trained layer beside one that it keeps, as adapters for fine-tuning have."""
 
@@ -158,11 +165,7 @@ def test_replaced_submodules_come_back() -> None:
     first = module.net[0]
     for each, strategy, devices in ((expected, "single_device", 1), (module, "ddp_fork", 2)):
         quiet_trainer(strategy, devices, max_steps=3).fit(each, loader(24, 8 // devices))
-    assert list(module.state_dict()) == list(expected.state_dict())
-    for name, value in expected.state_dict().items():
-        torch.testing.assert_close(module.state_dict()[name], value, rtol=0, atol=1e-12)
-    x = dataset(15).tensors[0]
-    torch.testing.assert_close(module(x), expected(x), rtol=0, atol=1e-12)
+    check_same(module, expected)
     assert module.net[0].base is first
 
 
@@ -190,11 +193,7 @@ def test_parametrized_layers_come_back(strategy: str) -> None:
         trainer.fit(each, loader(24, 8 // devices))
         trainer.max_steps = 4
         trainer.fit(each, loader(24, 8 // devices))
-    assert list(module.state_dict()) == list(expected.state_dict())
-    for name, value in expected.state_dict().items():
-        torch.testing.assert_close(module.state_dict()[name], value, rtol=0, atol=1e-12)
-    x = dataset(15).tensors[0]
-    torch.testing.assert_close(module(x), expected(x), rtol=0, atol=1e-12)
+    check_same(module, expected)
 
 
 class ChangesItsClass(Regression):
@@ -279,8 +278,7 @@ class FailsToLoad(Callback):
         return f"FailsToLoad {self.way}"
 
     def state_dict(self) -> dict[str, Any]:
-        found = {"pickle": lambda: None, "read": OnlyInWorkers(), "load": None}
-        return {"value": found[self.way]}
+        return {"value": {"pickle": lambda: None, "read": OnlyInWorkers(), "load": None}[self.way]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         raise RuntimeError("cannot be loaded")
@@ -353,8 +351,8 @@ def test_a_checkpoint_resumes(strategy: str, tmp_path: Path) -> None:
     resumed.fit(resumed_module, loader(48, 4), ckpt_path=tmp_path / "first.ckpt")
 
     assert (resumed.global_step, resumed.current_epoch) == (whole.global_step, whole.current_epoch) == (12, 2)
-    for mine, theirs in zip(resumed_module.parameters(), whole_module.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    mine, theirs = list(resumed_module.parameters()), list(whole_module.parameters())
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 
 
 class StopsOnOneRank(Regression):

@@ -58,10 +58,9 @@ class Lengths(IterableDataset[Any]):
 
 
 def fitted(
-    devices: int, loader: Any, ckpt_path: Path | None = None, **options: Any
+    devices: int, loader: Any, ckpt_path: Path | None = None, strategy: Any = "ddp_fork", **options: Any
 ) -> tuple[dict[str, Tensor], Trainer]:
     """Return the weights after a fit."""
-    strategy = "ddp_fork" if devices > 1 else "single_device"
     trainer = quiet_trainer(strategy, devices, max_epochs=EPOCHS, **options)
     module = Watched()
     trainer.fit(module, loader, ckpt_path=ckpt_path)
@@ -83,24 +82,23 @@ def by_hand(steps: list[list[int]]) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in module.named_parameters()}
 
 
-def assert_equal(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    for name, value in expected.items():
-        torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-12)
+def assert_equal(weights: dict[str, Tensor], steps: list[list[int]]) -> None:
+    """The weights are those of one process that takes these samples in each step."""
+    torch.testing.assert_close(weights, by_hand(steps), rtol=0, atol=1e-12)
+
+
+def in_steps(samples: int, together: int) -> list[list[int]]:
+    """Return the numbers of the samples of each step."""
+    return [list(range(samples))[first : first + together] for first in range(0, samples, together)]
 
 
 @pytest.mark.parametrize(("devices", "accumulate"), [(3, 1), (2, 2)])
 def test_joining_ranks_train_as_one(devices: int, accumulate: int) -> None:
     """Every sample is seen once, and weights and optimizer state are one process's, on every rank."""
-    weights, trainer = fitted(
-        devices,
-        DataLoader(Subset(dataset(16), range(7)), batch_size=1),
-        uneven_inputs="join",
-        accumulate_grad_batches=accumulate,
-    )
+    options: dict[str, Any] = {"uneven_inputs": "join", "accumulate_grad_batches": accumulate}
+    weights, trainer = fitted(devices, DataLoader(Subset(dataset(16), range(7)), batch_size=1), **options)
     together = devices * accumulate
-    assert_equal(
-        weights, by_hand([list(range(7))[first : first + together] for first in range(0, 7, together)])
-    )
+    assert_equal(weights, in_steps(7, together))
     assert trainer.global_step == -(-7 // together) * EPOCHS
 
 
@@ -108,17 +106,10 @@ def test_joining_ranks_train_as_one(devices: int, accumulate: int) -> None:
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_joining_ranks_weigh_samples(accumulate: int) -> None:
     """With samples weighted, last batches of any size and number add up to one process's global batch."""
-    strategy = DDPForkStrategy(gradient_weighting="samples")
-    trainer = quiet_trainer(
-        strategy, 3, max_epochs=EPOCHS, uneven_inputs="join", accumulate_grad_batches=accumulate
-    )
-    module = Watched()
-    trainer.fit(module, DataLoader(Subset(dataset(16), range(13)), batch_size=2))
-    weights = {name: value.detach() for name, value in module.named_parameters()}
-    together = 3 * 2 * accumulate
-    assert_equal(
-        weights, by_hand([list(range(13))[first : first + together] for first in range(0, 13, together)])
-    )
+    options: dict[str, Any] = {"uneven_inputs": "join", "accumulate_grad_batches": accumulate}
+    loader = DataLoader(Subset(dataset(16), range(13)), batch_size=2)
+    weights, _ = fitted(3, loader, strategy=DDPForkStrategy(gradient_weighting="samples"), **options)
+    assert_equal(weights, in_steps(13, 3 * 2 * accumulate))
 
 
 @pytest.mark.quick
@@ -144,32 +135,23 @@ class Still(Regression):
 def test_joining_without_lengths() -> None:
     """With an unknown number of batches the result is still one process's."""
     data = Lengths((2, 4, 3))
-    weights, trainer = fitted(
-        3, DataLoader(data, batch_size=1), uneven_inputs="join", use_distributed_sampler=False
-    )
-    assert_equal(weights, by_hand(data.steps()))
+    options: dict[str, Any] = {"uneven_inputs": "join", "use_distributed_sampler": False}
+    weights, trainer = fitted(3, DataLoader(data, batch_size=1), **options)
+    assert_equal(weights, data.steps())
     assert trainer.global_step == 4 * EPOCHS
 
 
 def test_truncating_without_lengths() -> None:
     """All stop with the shortest, also below a limit that the longest would reach."""
     data = Lengths((2, 4, 3))
-    weights, trainer = fitted(
-        3,
-        DataLoader(data, batch_size=1),
-        uneven_inputs="truncate",
-        use_distributed_sampler=False,
-        limit_train_batches=3,
-    )
-    assert_equal(weights, by_hand(data.steps()[:2]))
+    options: dict[str, Any] = {
+        "uneven_inputs": "truncate",
+        "use_distributed_sampler": False,
+        "limit_train_batches": 3,
+    }
+    weights, trainer = fitted(3, DataLoader(data, batch_size=1), **options)
+    assert_equal(weights, data.steps()[:2])
     assert trainer.global_step == 2 * EPOCHS
-
-
-def test_error_without_lengths() -> None:
-    """The ranks raise together before the step for which one has no batch, with each rank's count."""
-    with pytest.raises(WorkerRaisedError, match="global_rank=0: 2, global_rank=1: more than 2") as caught:
-        fitted(2, DataLoader(Lengths((2, 4)), batch_size=1), use_distributed_sampler=False)
-    assert caught.value.exception_type == "UnevenInputsError"
 
 
 class SizedOnRankZero:
@@ -191,11 +173,8 @@ def test_a_tail_without_lengths_is_resumed(
 ) -> None:
     """A run goes on from where a rank has run out of batches, as if it had not been interrupted."""
     loader = DataLoader(Lengths((6, 3)), batch_size=1, num_workers=num_workers)
-    options: dict[str, Any] = {
-        "uneven_inputs": "join",
-        "accumulate_grad_batches": accumulate,
-        "use_distributed_sampler": False,
-    }
+    options: dict[str, Any] = {"uneven_inputs": "join", "accumulate_grad_batches": accumulate}
+    options["use_distributed_sampler"] = False
     saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
     expected, _ = fitted(2, loader, enable_checkpointing=True, callbacks=saving, **options)
     for step in steps:
@@ -205,18 +184,29 @@ def test_a_tail_without_lengths_is_resumed(
             assert torch.equal(weights[name], value)
 
 
-def test_length_on_some_ranks() -> None:
-    """A loader that has a length on some ranks only is refused before the first step."""
-    with pytest.raises(WorkerRaisedError, match="global_rank=0: 1, global_rank=1: unknown"):
-        fitted(2, SizedOnRankZero(), use_distributed_sampler=False)
+@pytest.mark.parametrize(
+    ("loader", "text"),
+    [
+        (DataLoader(Lengths((2, 4)), batch_size=1), "global_rank=0: 2, global_rank=1: more than 2"),
+        (SizedOnRankZero(), "global_rank=0: 1, global_rank=1: unknown"),
+    ],
+    ids=["no length", "a length on rank 0"],
+)
+def test_error_without_lengths(loader: Any, text: str) -> None:
+    """The ranks raise together before the step for which one has no batch, with each rank's count.
+
+    A loader that has a length on some ranks only is refused before the first step.
+    """
+    with pytest.raises(WorkerRaisedError, match=text) as caught:
+        fitted(2, loader, use_distributed_sampler=False)
+    assert caught.value.exception_type == "UnevenInputsError"
 
 
 def test_no_batch_on_some_rank() -> None:
     """A rank without any batch is an error, with iterable data too, even where ranks may join."""
+    options: dict[str, Any] = {"uneven_inputs": "join", "use_distributed_sampler": False}
     with pytest.raises(WorkerRaisedError, match="global_rank=0: more than 0, global_rank=1: 0"):
-        fitted(
-            2, DataLoader(Lengths((1, 0)), batch_size=1), uneven_inputs="join", use_distributed_sampler=False
-        )
+        fitted(2, DataLoader(Lengths((1, 0)), batch_size=1), **options)
 
 
 class Seeing(Regression):
@@ -281,10 +271,8 @@ class Averaging(WeightAveraging):
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.quick), 3])
 def test_hooks_of_batches_see_each_sample_once(world_size: int, tmp_path: Path) -> None:
     """They are not called for padding steps, which `is_padding_step` tells the step."""
-    counting, saving = (
-        CountingCallback(),
-        ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1),
-    )
+    counting = CountingCallback()
+    saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
     trainer = quiet_trainer(
         "ddp_fork" if world_size > 1 else "single_device",
         world_size,

@@ -1,14 +1,9 @@
 """What a plain fit of "ddp" passes in rank 0, from `fit` to the first optimizer step: files and calls."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
-import pytest
-
-from tests.helpers.shared import computed_once
-from tests.process.helpers import module_runner, with_tests
+from tests.helpers.scripts import ScriptRunner
+from tests.process.helpers import with_tests
 
 MOST_FILES, MOST_CALLS = 75, 2_600  # 2,440 calls on an idle machine; timers and messages that wait add some
 UNUSED = {
@@ -70,24 +65,12 @@ SCRIPT = """
 """
 
 
-@pytest.fixture
-@computed_once
-def passed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    """How many calls of functions of each file."""
-    with module_runner(tmp_path_factory.mktemp("script")) as runner:
-        result = runner(SCRIPT, env=with_tests())
+def test_few_files_and_calls(run_script: ScriptRunner) -> None:
+    """Whoever follows a fit to its first step reads few files, and none of a feature that it does not use."""
+    result = run_script(SCRIPT, env=with_tests())
     assert result.returncode == 0, result
     [line] = [line for line in result.stdout.splitlines() if line.startswith("PASSED")]
-    found: Any = json.loads(line.removeprefix("PASSED"))
-    return dict(found)
-
-
-def test_few_files_and_calls(passed: dict[str, int]) -> None:
-    """Whoever follows a fit to its first step reads few files."""
+    passed: dict[str, int] = json.loads(line.removeprefix("PASSED"))
     assert len(passed) <= MOST_FILES, sorted(passed)
     assert sum(passed.values()) <= MOST_CALLS, sorted(passed.items(), key=lambda item: -item[1])
-
-
-def test_unused_features_are_not_entered(passed: dict[str, int]) -> None:
-    """A feature that a fit does not use is not called."""
     assert not passed.keys() & UNUSED

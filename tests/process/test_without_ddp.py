@@ -94,10 +94,8 @@ def expected() -> dict[str, Weights]:
 def test_training_equals_one_process(name: str, kind: str, expected: dict[str, Weights]) -> None:
     """Windows of two batches, automatic and manual, have one process's weights."""
     make, options = KINDS[kind]
-    strategy = AVERAGING[name]()
-    found = fit(strategy, 2, make(), **options)
-    for key, value in expected[kind].items():
-        torch.testing.assert_close(found[key], value, rtol=0, atol=1e-12)
+    found = fit(AVERAGING[name](), 2, make(), **options)
+    torch.testing.assert_close(found, expected[kind], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["wrapper", "hooks"])
@@ -105,8 +103,7 @@ def test_clipping_comes_after_synchronisation(name: str) -> None:
     """What is clipped is the mean of gradients; the ranks are compared after each step."""
     alone = fit("single_device", 1, Regression(), gradient_clip_val=0.1)
     found = fit(AVERAGING[name](), 2, Regression(), gradient_clip_val=0.1, check_ranks_every_n_steps=1)
-    for key, value in alone.items():
-        torch.testing.assert_close(found[key], value, rtol=0, atol=1e-12)
+    torch.testing.assert_close(found, alone, rtol=0, atol=1e-12)
 
 
 class Noted(ModelAveraging):
@@ -222,44 +219,36 @@ def test_mistakes(make: Callable[[], Strategy], fix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "module", "options", "error", "match"),
+    ("fails", "error", "match"),
     [
-        (lambda: ModelAveraging(perod=2), Regression, {}, UnknownArgumentError, "Did you mean 'period'"),
+        (lambda: ModelAveraging(perod=2), UnknownArgumentError, "Did you mean 'period'"),
         (
-            lambda: ModelAveraging(**CPU),
-            Regression,
-            {"check_ranks_every_n_steps": 1},
+            lambda: fit(ModelAveraging(**CPU), 2, Regression(), check_ranks_every_n_steps=1),
             ConfigurationError,
             "with a strategy that averages models",
         ),
         (
-            lambda: OwnBlock(accelerator="cpu"),
-            ByHand,
-            {},
+            lambda: fit(OwnBlock(accelerator="cpu"), 2, ByHand()),
             ConfigurationError,
             r"OwnBlock\.gradient_sync_context\(\) is not called.*sync_gradients\(\)",
         ),
-        (lambda: Strategy(**CPU), Sparse, {}, WorkerRaisedError, "Strategy cannot average sparse gradients"),
         (
-            lambda: Strategy(sync_batchnorm=True, **CPU),
-            Regression,
-            {},
+            lambda: fit(Strategy(**CPU), 2, Sparse()),
+            WorkerRaisedError,
+            "Strategy cannot average sparse gradients",
+        ),
+        (
+            lambda: fit(Strategy(sync_batchnorm=True, **CPU), 2, Regression()),
             ConfigurationError,
             "sync_batchnorm=True is not possible on the CPU",
         ),
     ],
     ids=["argument", "comparison", "manual", "sparse", "sync_batchnorm"],
 )
-def test_refusals(
-    make: Callable[[], Strategy],
-    module: type[Regression],
-    options: dict[str, Any],
-    error: type[RankwiseError],
-    match: str,
-) -> None:
+def test_refusals(fails: Callable[[], Any], error: type[RankwiseError], match: str) -> None:
     """What cannot work is an error that says what to write."""
     with pytest.raises(error, match=f"(?s){match}"):
-        fit(make(), 2, module(), **options)
+        fails()
 
 
 def set_up(strategy: Strategy) -> None:
