@@ -13,7 +13,7 @@ from rankwise.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from rankwise.checkpoint import AsyncCheckpointIO
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.strategies import SingleDeviceStrategy
-from tests.unit.trainer.helpers import Line, loader, samples, trainer
+from tests.unit.trainer.helpers import Line, fitted, loader, samples, trainer
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -115,13 +115,18 @@ class Logging(Line):
         return loss
 
 
+def first_run(folder: Path) -> dict[str, Any]:
+    """Fit one epoch, and return its checkpoint."""
+    fitted(folder, Logging(), callbacks=_callbacks(folder), enable_checkpointing=True)
+    checkpoint: dict[str, Any] = torch.load(folder / "last.ckpt", weights_only=True)
+    return checkpoint
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """Return the folder of a run of one epoch, and its checkpoint."""
     folder = tmp_path_factory.mktemp("run")
-    train = trainer(folder, callbacks=_callbacks(folder), enable_checkpointing=True, max_epochs=1)
-    train.fit(Logging(), loader())
-    return folder, torch.load(folder / "last.ckpt", weights_only=True)
+    return folder, first_run(folder)
 
 
 def resume(folder: Path, checkpoint: dict[str, Any], path: Path, **options: Any) -> None:
@@ -141,12 +146,6 @@ def test_what_no_fit_has_written(name: str, written: tuple[Path, dict[str, Any]]
     with pytest.raises(CheckpointError) as caught:
         resume(folder, changed, path)
     assert caught.value.path == str(path)
-
-
-def test_what_a_fit_has_written(written: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """The same file without a change is no error."""
-    folder, checkpoint = written
-    resume(folder, checkpoint, tmp_path / "same.ckpt")
 
 
 @pytest.mark.parametrize("scaler", [{"future": 1}, {**SCALER, "scale": "x"}, {**SCALER, "scale": [1]}, 7])
@@ -184,6 +183,12 @@ def change_saver(checkpoint: dict[str, Any], **values: Any) -> dict[str, Any]:
     return changed
 
 
+def best_is(path: str) -> dict[str, Any]:
+    """Return a state in which a file is the best and worst checkpoint, and the only one."""
+    score = torch.tensor(-1.0)
+    return {"best_k_models": {path: score}, "best_model_path": path, "kth_best_model_path": path}
+
+
 @pytest.mark.parametrize("name", ["../thesis.ckpt", "thesis.txt", "/elsewhere/thesis.ckpt"])
 def test_a_file_elsewhere_is_not_a_runs(
     name: str, written: tuple[Path, dict[str, Any]], tmp_path: Path
@@ -191,33 +196,20 @@ def test_a_file_elsewhere_is_not_a_runs(
     """A checkpoint that names a file outside of the folder, or no checkpoint, is refused."""
     folder, checkpoint = written
     path = str(folder / name)
-    worst = {path: torch.tensor(-1.0)}
-    changed = change_saver(checkpoint, best_k_models=worst, best_model_path=path, kth_best_model_path=path)
     with pytest.raises(CheckpointError, match="names files that are not in"):
-        resume(folder, changed, tmp_path / "changed.ckpt")
+        resume(folder, change_saver(checkpoint, **best_is(path)), tmp_path / "changed.ckpt")
 
 
 @pytest.mark.parametrize("content", ["another run's", "no checkpoint", "no token"])
 def test_a_file_of_another_run_stays(content: str, tmp_path: Path) -> None:
     """A named file in the folder is removed or replaced only if it says itself that it is of the run."""
     folder, others = tmp_path / "run", tmp_path / "other"
-    for place in (folder, others):
-        train = trainer(place, callbacks=_callbacks(place), enable_checkpointing=True, max_epochs=1)
-        train.fit(Logging(), loader())
-    checkpoint = torch.load(folder / "last.ckpt", weights_only=True)
+    checkpoint, _ = first_run(folder), first_run(others)
     precious, last = folder / "precious.ckpt", folder / "last-v7.ckpt"
     for path in (precious, last):
-        path.write_bytes(
-            b"years of work" if content == "no checkpoint" else (others / "last.ckpt").read_bytes()
-        )
-    kept = {str(precious): torch.tensor(-1.0)}
-    changed = change_saver(
-        checkpoint,
-        best_k_models=kept,
-        best_model_path=str(precious),
-        kth_best_model_path=str(precious),
-        last_model_path=str(last),
-    )
+        is_checkpoint = content != "no checkpoint"
+        path.write_bytes((others / "last.ckpt").read_bytes() if is_checkpoint else b"years of work")
+    changed = change_saver(checkpoint, **best_is(str(precious)), last_model_path=str(last))
     if content == "no token":
         del changed["callbacks"][_saver(changed)]["run_token"]
     before = precious.read_bytes()
@@ -227,9 +219,7 @@ def test_a_file_of_another_run_stays(content: str, tmp_path: Path) -> None:
 
 def test_files_of_the_run_are_replaced(tmp_path: Path) -> None:
     """The superseded checkpoint of the run that continues is removed, and its last one replaced."""
-    train = trainer(tmp_path, callbacks=_callbacks(tmp_path), enable_checkpointing=True, max_epochs=1)
-    train.fit(Logging(), loader())
-    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    checkpoint = first_run(tmp_path)
     folder = tmp_path / "sent"
     folder.mkdir()
     resume(tmp_path, checkpoint, folder / "copy.ckpt")
@@ -256,7 +246,7 @@ def test_a_folder_given_by_a_relative_path(
 def test_the_error_of_a_thread_is_not_lost(tmp_path: Path) -> None:
     """Who reads whether a file is the run's waits for earlier saves, and raises what they have raised."""
     first, saving = ModelCheckpoint(tmp_path), ModelCheckpoint(tmp_path)
-    trainer(tmp_path, callbacks=first, enable_checkpointing=True, max_epochs=1).fit(Line(), loader())
+    fitted(tmp_path, callbacks=first, enable_checkpointing=True)
     saving.load_state_dict(first.state_dict())
     strategy = SingleDeviceStrategy(checkpoint_io=AsyncCheckpointIO())
     (tmp_path / "file").touch()
