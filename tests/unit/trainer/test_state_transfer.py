@@ -275,6 +275,8 @@ def test_second_fit_elsewhere_goes_on(tmp_path: Path, are_used: bool) -> None:
 class Keeping(Line):
     """Changes plain attributes, its own and a submodule's, in several ways."""
 
+    expanded: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.losses: list[float] = []
@@ -283,6 +285,12 @@ class Keeping(Line):
         self.data, self.opened = samples(), open  # not changed
         self.references: Any = None
         self.optimizer: Any = None
+        self.register_buffer("expanded", torch.zeros(1).expand(3))
+        self.plain = torch.zeros(1).expand(3)
+        with torch.inference_mode():
+            self.inferred = torch.zeros(3)
+        self.nested: list[Any] = []
+        self.nested.append(self.nested)
 
     def setup(self, stage: str) -> None:
         del self.gone
@@ -299,9 +307,16 @@ class Keeping(Line):
         self.counts["steps"] += 1
         self.mean += 1
 
+    def on_train_end(self) -> None:
+        self.expanded, self.plain, self.inferred = (torch.arange(3.0) for _ in range(3))
+        self.nested.append("new")
+
 
 def test_attributes_come_back(tmp_path: Path) -> None:
-    """Attributes are as after a fit in this process; lists, dictionaries and tensors are the same objects."""
+    """Attributes are as after a fit in this process; lists, dictionaries and tensors are the same objects.
+
+    Expanded tensors and those of inference mode are replaced; a list may contain itself.
+    """
     here, elsewhere, train = Keeping(), Keeping(), trainer(tmp_path)
     trainer(tmp_path).fit(here, loader())
     losses, counts, mean, data = elsewhere.losses, elsewhere.counts, elsewhere.mean, elsewhere.data
@@ -319,6 +334,9 @@ def test_attributes_come_back(tmp_path: Path) -> None:
     assert type(new) is nn.ReLU
     assert elsewhere.data is data  # data sets are not sent
     assert train.optimizers[0] is elsewhere.optimizer  # created at its first use
+    for tensor in (elsewhere.expanded, elsewhere.plain, elsewhere.inferred):
+        assert tensor.tolist() == [0, 1, 2]
+    assert elsewhere.nested[-1] == "new"
 
 
 class KeepingCallback(Callback):
@@ -333,42 +351,38 @@ class KeepingCallback(Callback):
         self.module = module
 
 
+class Adding(Callback):
+    """Adds another callback of its kind when a fit starts."""
+
+    count = 0
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        trainer.callbacks = [Adding(), *trainer.callbacks]
+
+    def on_fit_end(self, trainer: Any, module: Any) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert state_dict == {"count": 1}
+
+
 def test_attributes_of_callbacks_come_back(tmp_path: Path) -> None:
-    """They need no `state_dict` for it; references to the module are to the caller's."""
-    callback, model = KeepingCallback(), Line()
+    """They need no `state_dict` for it; references to the module are to the caller's.
+
+    The state of a callback that the caller has comes back, though a stage has added one of its kind.
+    """
+    callback, adding, model = KeepingCallback(), Adding(), Line()
     losses = callback.losses
-    fit_elsewhere(trainer(tmp_path, callbacks=callback), model)
+    train = trainer(tmp_path, callbacks=[callback, adding])
+    fit_elsewhere(train, model)
     assert callback.losses is losses
     assert len(losses) == 4
     assert callback.module is model
-
-
-class Fixed(Line):
-    """Replaces tensors that cannot be changed in place, and has a list that contains itself."""
-
-    expanded: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("expanded", torch.zeros(1).expand(3))
-        self.plain = torch.zeros(1).expand(3)
-        with torch.inference_mode():
-            self.inferred = torch.zeros(3)
-        self.nested: list[Any] = []
-        self.nested.append(self.nested)
-
-    def on_train_end(self) -> None:
-        self.expanded, self.plain, self.inferred = (torch.arange(3.0) for _ in range(3))
-        self.nested.append("new")
-
-
-def test_what_cannot_be_changed_in_place_comes_back(tmp_path: Path) -> None:
-    """Expanded tensors and those of inference mode are replaced; a list may contain itself."""
-    model = Fixed()
-    fit_elsewhere(trainer(tmp_path), model)
-    for tensor in (model.expanded, model.plain, model.inferred):
-        assert tensor.tolist() == [0, 1, 2]
-    assert model.nested[-1] == "new"
+    assert adding.count == 1
+    assert train.callbacks == [callback, adding]
 
 
 class FailsToLoad:
@@ -376,23 +390,6 @@ class FailsToLoad:
 
     def __reduce__(self) -> Any:
         return FailsToLoad, ("an argument too many",)
-
-
-class Unsendable(Line):
-    """Sets attributes that cannot be sent."""
-
-    def setup(self, stage: str) -> None:
-        self.function = lambda: None
-        vars(self.layer)["fails"] = [FailsToLoad()]
-
-
-def test_attributes_that_cannot_come_back(tmp_path: Path) -> None:
-    """They are named in a warning, and the rest comes back."""
-    model = Unsendable()
-    with pytest.warns(UserWarning, match=r"cannot be returned.*\(function: .*layer \(fails: TypeError: "):
-        fit_elsewhere(trainer(tmp_path), model)
-    assert not {"function", "fails"} & {*vars(model), *vars(model.layer)}
-    assert model.seen
 
 
 class OnlyThere:
@@ -419,24 +416,27 @@ class Partly(Line):
         self.hparams["lr"] = 0.2
         self.hparams["data"] = samples(4)
         self.read_back, self.note = OnlyThere(), "new"
+        self.made = lambda: None
+        vars(self.layer)["fails"] = [FailsToLoad()]
 
 
-def test_items_that_can_come_back(tmp_path: Path) -> None:
-    """Items beside one that cannot be sent come back; so do attributes beside one that cannot be read.
+def test_attributes_that_cannot_come_back(tmp_path: Path) -> None:
+    """They are named in a warning; what is beside them comes back, and so do items beside one.
 
     What has not changed is neither sent nor in a warning, and data sets stay where they are.
     """
     model = Partly()
     function, data, table = model.hparams["function"], model.hparams["data"], model.table
-    read_back = pytest.warns(UserWarning, match=r"cannot be returned.*read_back: ImportError: no module")
-    with read_back as caught:
+    named = r"cannot be returned.*read_back: ImportError: no module.*made: .*layer \(fails: TypeError: "
+    with pytest.warns(UserWarning, match=named) as caught:
         fit_elsewhere(trainer(tmp_path), model, copy.deepcopy(model))  # as a fork
     assert "function" not in str(caught[0].message)
+    assert not {"made", "fails", "read_back"} & {*vars(model), *vars(model.layer)}
     assert (model.hparams["lr"], model.note) == (0.2, "new")
+    assert len(model.seen) == 4
     assert model.hparams["function"] is function
     assert model.hparams["data"] is data
     assert model.table is table
-    assert not hasattr(model, "read_back")
 
 
 @pytest.mark.parametrize("value", [[1], {"a": torch.zeros(2)}, torch.zeros(2), {"f": [print, Line]}, [open]])
@@ -453,30 +453,3 @@ def test_unchanged_attributes(value: Any) -> None:
     else:
         value += 1
     assert "value" in ObjectState(model, before)._changed
-
-
-class Adding(Callback):
-    """Adds another callback of its kind when a fit starts."""
-
-    count = 0
-
-    def on_fit_start(self, trainer: Any, module: Any) -> None:
-        trainer.callbacks = [Adding(), *trainer.callbacks]
-
-    def on_fit_end(self, trainer: Any, module: Any) -> None:
-        self.count += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        assert state_dict == {"count": 1}
-
-
-def test_a_callback_that_a_stage_has_added(tmp_path: Path) -> None:
-    """The state of the callback that the caller has comes back."""
-    callback = Adding()
-    train = trainer(tmp_path, callbacks=callback)
-    fit_elsewhere(train, Line())
-    assert callback.count == 1
-    assert train.callbacks == [callback]
