@@ -3,7 +3,6 @@
 import logging
 import os
 import re
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -354,22 +353,3 @@ def test_values_at_too_many_places(tmp_path: Path, io: CheckpointIO) -> None:
     with pytest.raises(CheckpointError, match="cannot be written, as it holds values at"):
         train.save_checkpoint(tmp_path / "x.ckpt")
         io.teardown()
-
-
-def test_a_signal_while_weights_are_restored(tmp_path: Path) -> None:
-    """What the handler of a signal raises there is raised as it is."""
-
-    def stop(*_: object) -> None:
-        raise RuntimeError("from the handler")
-
-    class Signals(Line):
-        def load_state_dict(self, *args: Any, **options: Any) -> Any:
-            signal.raise_signal(signal.SIGUSR2)
-
-    train = from_last(tmp_path)
-    before = signal.signal(signal.SIGUSR2, stop)
-    try:
-        with pytest.raises(RuntimeError, match=r"^from the handler$"):
-            train.validate(Signals(), loader(), ckpt_path="best")
-    finally:
-        signal.signal(signal.SIGUSR2, before)

@@ -269,11 +269,11 @@ def test_other_modules_and_optimizers(tmp_path: Path) -> None:
         trainer(tmp_path).fit(Fixed(), loader(), ckpt_path=path)
 
 
-def test_a_signal_while_an_optimizer_is_loaded(tmp_path: Path) -> None:
-    """What the user's handler raises is no fault of the checkpoint."""
+def test_a_signal_while_a_state_is_loaded(tmp_path: Path) -> None:
+    """What the user's handler raises is no fault of the checkpoint, and raised as it is."""
 
-    def give_up(number: int, frame: Any) -> None:
-        raise ValueError("out of time")
+    def stop(*_: object) -> None:
+        raise ValueError("from the handler")
 
     class Interrupted(torch.optim.SGD):
         def load_state_dict(self, state_dict: Any) -> None:
@@ -283,14 +283,19 @@ def test_a_signal_while_an_optimizer_is_loaded(tmp_path: Path) -> None:
         def configure_optimizers(self) -> Any:
             return Interrupted(self.parameters(), lr=0.1)
 
-    path = saved(tmp_path)
-    before = signal.signal(signal.SIGALRM, give_up)
+    class Signals(Line):
+        def load_state_dict(self, *args: Any, **options: Any) -> Any:
+            signal.raise_signal(signal.SIGALRM)
+
+    path, train = saved(tmp_path), trainer(tmp_path)
+    before = signal.signal(signal.SIGALRM, stop)
     try:
-        with pytest.raises(ValueError, match="out of time") as caught:
-            trainer(tmp_path).fit(Loading(), loader(), ckpt_path=path)
+        for run, model in ((train.fit, Loading()), (train.validate, Signals())):
+            with pytest.raises(ValueError, match=r"^from the handler$") as caught:
+                run(model, loader(), ckpt_path=path)
+            assert type(caught.value) is ValueError
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert type(caught.value) is ValueError
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,11 @@
 
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections import UserList
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, overload
+from typing import Any
 
 import pytest
 import torch
@@ -41,25 +41,6 @@ LIGHTNING_DEFAULTS: dict[str, Any] = {
 }
 
 
-class Items(Sequence[Any]):
-    """A sequence that is no list, as a configuration library's lists are."""
-
-    def __init__(self, *items: Any) -> None:
-        self._items = items
-
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Any]: ...
-    @override
-    def __getitem__(self, index: Any) -> Any:
-        return self._items[index]
-
-    @override
-    def __len__(self) -> int:
-        return len(self._items)
-
-
 @pytest.mark.parametrize("name", LIGHTNING_DEFAULTS)
 def test_a_default_of_lightnings(tmp_path: Path, name: str) -> None:
     """Each parameter of Lightning's Trainer exists, and accepts the value that is its default there."""
@@ -88,9 +69,8 @@ def test_a_value_without_effect_is_refused(tmp_path: Path, name: str, value: Any
 def test_sequences_that_are_no_lists(tmp_path: Path) -> None:
     """Callbacks, loggers, plugins and devices may be in any sequence."""
     callback, logger = Callback(), CSVLogger(tmp_path)
-    train = trainer(
-        tmp_path, callbacks=Items(callback), logger=Items(logger), plugins=Items("local"), devices=Items(0)
-    )
+    options = {"callbacks": callback, "logger": logger, "plugins": "local", "devices": 0}
+    train = trainer(tmp_path, **{name: UserList([value]) for name, value in options.items()})
     assert (train.callbacks, train.loggers) == ([callback], [logger])
     assert train.strategy.environment.name == "local"
 

@@ -105,9 +105,11 @@ def test_functions_name_reductions(function: Any, name: str) -> None:
     ("reduce_fx", "expected"), [("mean", 4.0), ("sum", 14.0), ("min", 1.0), ("max", 7.0)]
 )
 def test_over_ranks(reduce_fx: str, expected: float) -> None:
-    """Evaluation reduces over all ranks; each sample counts once in a mean."""
+    """Evaluation reduces over all ranks, also if one has no batch; each sample counts once in a mean."""
     mine = logged((1, 1.0), (1, 1.0), *([(2, 5.0)] if reduce_fx == "sum" else []), reduce_fx=reduce_fx)
     assert epoch(mine, with_other(logged((2, 7.0), reduce_fx=reduce_fx))) == {"x": expected}
+    assert epoch(logged((2, 3.0)), with_other(None)) == {"x": 3.0}
+    assert epoch(logged(), with_other(logged((2, 3.0)))) == {"x": 3.0}
 
 
 def test_values_of_an_epoch(alone: Strategy) -> None:
@@ -157,12 +159,6 @@ def test_hooks_read_the_metrics_of_their_step(tmp_path: Path) -> None:
     fitted(tmp_path, model, accumulate_grad_batches=2)
     assert len(model.read) > 2
     assert model.read == [(number, number) for number in range(len(model.read))]
-
-
-def test_rank_without_batches() -> None:
-    """A rank whose shard was empty takes part without having logged anything."""
-    assert epoch(logged((2, 3.0)), with_other(None)) == {"x": 3.0}
-    assert epoch(Results(nn.Module(), is_evaluation=True), with_other(logged((2, 3.0)))) == {"x": 3.0}
 
 
 def test_different_names() -> None:
@@ -229,17 +225,6 @@ def test_no_number(value: Any) -> None:
     with pytest.raises(InvalidTypeError, match="log\\('x'\\) value") as caught:
         Results(nn.Module(), is_evaluation=True).log("x", value)
     assert ("mean()" in str(caught.value)) == isinstance(value, torch.Tensor)  # it is no advice for a text
-
-
-def test_logging_outside_a_loop(tmp_path: Path) -> None:
-    """Logging where no loop runs is an error that says where it can be done."""
-
-    class Early(Line):
-        def setup(self, stage: str) -> None:
-            self.log("early", 1.0)
-
-    with pytest.raises(LifecycleError, match="between on_train_start and on_train_end"):
-        trainer(tmp_path).fit(Early(), loader())
 
 
 @pytest.mark.parametrize(
@@ -312,11 +297,17 @@ def test_logging_when_a_fit_stops_within_an_epoch(tmp_path: Path) -> None:
         assert train.callback_metrics["steps"] == steps
 
 
-@pytest.mark.parametrize("hook", ["on_train_end", "on_validation_end", "on_predict_batch_end"])
-def test_logging_what_is_not_reduced(hook: str, tmp_path: Path) -> None:
-    """What is logged after the epoch's metrics were reduced, or in prediction, is an error, not lost."""
+@pytest.mark.parametrize(
+    ("hook", "error"),
+    [
+        ("setup", "between on_train_start and on_train_end"),
+        *((hook, "log") for hook in ("on_train_end", "on_validation_end", "on_predict_batch_end")),
+    ],
+)
+def test_logging_what_is_not_reduced(hook: str, error: str, tmp_path: Path) -> None:
+    """What is logged outside of a loop, after metrics were reduced, or in prediction is an error."""
     train, model = trainer(tmp_path), type("TooLate", (Late,), {"hook": hook})()
-    with pytest.raises(LifecycleError, match="log"):
+    with pytest.raises(LifecycleError, match=error):
         train.predict(model, loader()) if "predict" in hook else train.fit(model, loader(), loader())
 
 
@@ -470,18 +461,15 @@ def test_one_metric_object_for_several_loaders(tmp_path: Path) -> None:
         trainer(tmp_path).validate(model, [loader(), loader()])
 
 
-class Composing(WithObject):
-    """Logs an object that is made for each batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("squared", self.total**2)
-        return super().training_step(batch, batch_idx)
-
-
 def test_metric_objects_outside_of_the_module(tmp_path: Path) -> None:
     """A metric object that no checkpoint would hold is refused; the error says where to keep it."""
+
+    class Composing(WithObject):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("squared", self.total**2)
+
     with pytest.raises(ConfigurationError, match=r"(?s)not part of Composing.*__init__"):
-        trainer(tmp_path).fit(Composing(), loader())
+        fitted(tmp_path, Composing())
 
 
 def test_metric_objects_that_a_module_has_no_more(tmp_path: Path) -> None:

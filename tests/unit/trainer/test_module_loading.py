@@ -108,17 +108,15 @@ def test_there_and_back(tmp_path: Path) -> None:
         loaded.load_from_checkpoint(tmp_path / "x.ckpt")
 
 
-def test_given_arguments(tmp_path: Path) -> None:
-    """Keywords replace what the checkpoint has."""
+def test_other_arguments(tmp_path: Path) -> None:
+    """Keywords replace what the checkpoint has; a class gets the arguments that it takes.
+
+    Of those that it needs and nothing has, the error names the keyword.
+    """
     path = saved(tmp_path, Saved(lr=0.05))
     assert Saved.load_from_checkpoint(path, lr=0.5).lr == 0.5
     with pytest.raises(UnknownArgumentError, match=r"Saved takes no argument 'ler'. Did you mean 'lr'"):
         Saved.load_from_checkpoint(path, ler=0.5)
-
-
-def test_a_class_with_other_arguments(tmp_path: Path) -> None:
-    """It gets those that it takes; of those that it needs and nothing has, the error names the keyword."""
-    path = saved(tmp_path, Saved(lr=0.05))
     assert Line.load_from_checkpoint(path).lr == 0.05
     with pytest.raises(
         ConfigurationError, match=r"needs \['net'\](?s:.*)load_from_checkpoint\(path, net=\.\.\.\)"
