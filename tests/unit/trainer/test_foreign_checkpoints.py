@@ -44,56 +44,36 @@ def put_everywhere(name: str, value: Any) -> Change:
 NUMPY_STATE = ("MT19937", [1] * 624, 10**6, 0, 0.0)  # NumPy would read beyond the end of the state
 SCALER = torch.amp.GradScaler("cpu").state_dict()
 
+PLACES: list[tuple[Any, ...]] = [  # keys, then a value that no fit has written
+    *(("version", 99), ("version", "1"), ("loops", 5), ("loops", "future", 1)),
+    *(("loops", "global_step", -5), ("loops", "global_step", "x"), ("loops", "global_step", torch.ones(2))),
+    ("loops", "batches_done", 2**70),  # more than there can be
+    *(("loops", "window_batches", 5), ("loops", "window_samples", 9)),  # more than are done
+    ("loops", "batches_done", 0),  # samples of no batch
+    *(("ranks", []), ("ranks", "x"), ("ranks", [3]), ("ranks", 0, "random", {})),
+    ("ranks", 0, "random", "torch", torch.ones(3)),
+    ("ranks", 0, "random", "numpy", NUMPY_STATE),
+    *(("ranks", 0, "metrics", {}), ("ranks", 0, "metrics", 7), ("ranks", 0, "metric_objects", 7)),
+    ("ranks", 0, "metrics", "callback_metrics", {"level": "x"}),
+    *(("state_dict", 3), ("state_dict", "layer.weight", "x"), ("callbacks", 7)),
+    *(("optimizer_states", "x"), ("optimizer_states", [{}]), ("optimizer_states", [3])),
+    *(("lr_schedulers", [1]), ("seed", "x"), ("order_seed", "x"), ("gradient_order", 3)),
+    *(("gradient_order", [0, "x"]), ("gradients", [1]), ("precision", [1]), ("comm_hooks", 3)),
+]
+STATES: list[tuple[str, Any]] = [  # of any callback
+    *(("time_elapsed", "soon"), ("wait_count", "x"), ("stopped_by", torch.ones(2, 2))),
+    *(("best_score", [1]), ("best_model_score", "x"), ("best_k_models", ["x"])),
+    *(("last_model_path", 3), ("kth_best_model_path", "")),
+]
 SHAPES: dict[str, Change] = {
-    "version of the future": put("version", 99),
-    "version as text": put("version", "1"),
-    "loops is a number": put("loops", 5),
-    "unknown progress": put("loops", "future", 1),
-    "negative step": put("loops", "global_step", -5),
-    "step as text": put("loops", "global_step", "x"),
-    "step as a tensor": put("loops", "global_step", torch.ones(2)),
-    "more batches than there can be": put("loops", "batches_done", 2**70),
-    "a window of more batches than are done": put("loops", "window_batches", 5),
-    "a window of more samples than are done": put("loops", "window_samples", 9),
-    "samples of no batch": put("loops", "batches_done", 0),
-    "no ranks": put("ranks", []),
-    "ranks as text": put("ranks", "x"),
-    "a rank is a number": put("ranks", [3]),
-    "random state is empty": put("ranks", 0, "random", {}),
-    "random state of another kind": put("ranks", 0, "random", "torch", torch.ones(3)),
-    "a position outside of NumPy's random state": put("ranks", 0, "random", "numpy", NUMPY_STATE),
-    "metrics are empty": put("ranks", 0, "metrics", {}),
-    "metrics are a number": put("ranks", 0, "metrics", 7),
-    "a metric is text": put("ranks", 0, "metrics", "callback_metrics", {"level": "x"}),
-    "metric objects are a number": put("ranks", 0, "metric_objects", 7),
-    "weights are a number": put("state_dict", 3),
-    "a weight is text": put("state_dict", "layer.weight", "x"),
-    "callbacks is a number": put("callbacks", 7),
+    **{str(place)[:60]: put(*place) for place in PLACES},
+    **{f"{name}={value}": put_everywhere(name, value) for name, value in STATES},
     "a callback's state is a number": lambda checkpoint: [
         checkpoint["callbacks"].update({key: 7}) for key in list(checkpoint["callbacks"])
     ],
-    "optimizers as text": put("optimizer_states", "x"),
-    "an optimizer without groups": put("optimizer_states", [{}]),
-    "an optimizer is a number": put("optimizer_states", [3]),
-    "too many schedulers": put("lr_schedulers", [1]),
-    "seed as text": put("seed", "x"),
-    "seed of the order as text": put("order_seed", "x"),
-    "gradient order is a number": put("gradient_order", 3),
-    "gradient order has text": put("gradient_order", [0, "x"]),
-    "gradients is a list": put("gradients", [1]),
-    "precision is a list": put("precision", [1]),
-    "hooks is a number": put("comm_hooks", 3),
-    "elapsed time as text": put_everywhere("time_elapsed", "soon"),
-    "patience as text": put_everywhere("wait_count", "x"),
-    "a limit is a tensor": put_everywhere("stopped_by", torch.ones(2, 2)),
-    "best score is a list": put_everywhere("best_score", [1]),
-    "best score is text": put_everywhere("best_model_score", "x"),
-    "files are a list": put_everywhere("best_k_models", ["x"]),
     "a score is text": lambda checkpoint: put_everywhere(
         "best_k_models", {checkpoint["callbacks"][_saver(checkpoint)]["best_model_path"]: "x"}
     )(checkpoint),
-    "a file is a number": put_everywhere("last_model_path", 3),
-    "no best file": put_everywhere("kth_best_model_path", ""),
 }
 
 
