@@ -191,21 +191,14 @@ def test_epoch_that_was_cut_short_goes_on(tmp_path: Path) -> None:
     assert model.seen == ["train 2", "train 3"]
 
 
-def test_callbacks_are_restored(tmp_path: Path) -> None:
-    """A callback's state is restored."""
-    path = saved(tmp_path, callbacks=EarlyStopping("loss", patience=9))
-    stopping = EarlyStopping("loss", patience=9)
+def test_what_is_restored(tmp_path: Path) -> None:
+    """A callback's state is restored; an evaluation with `ckpt_path` uses the weights of the file."""
+    trained, stopping = Line(), EarlyStopping("loss", patience=9)
+    path, train = saved(tmp_path, trained, callbacks=EarlyStopping("loss", patience=9)), trainer(tmp_path)
     with pytest.warns(UserWarning, match="Nothing to train"):
         trainer(tmp_path, callbacks=stopping).fit(Line(), loader(), ckpt_path=path)
     assert stopping.best_score < float("inf")
-
-
-def test_evaluation_of_a_checkpoint(tmp_path: Path) -> None:
-    """Evaluating with ckpt_path uses the weights of the file."""
-    trained, fresh = Line(), Line()
-    path = saved(tmp_path, trained)
-    train = trainer(tmp_path)
-    assert train.test(fresh, loader(), ckpt_path=path) == train.test(trained, loader())
+    assert train.test(Line(), loader(), ckpt_path=path) == train.test(trained, loader())
     assert train.ckpt_path is None
 
 

@@ -96,14 +96,20 @@ def fit_loop(begun: int, ended: int, batches: int, *, is_last: bool) -> dict[str
 def test_there_and_back(tmp_path: Path) -> None:
     """The module has its hyperparameters and weights, and its hook has seen the checkpoint.
 
-    An instance would not change: the error names the class.
+    Tensors go where they are told; those of a device that is not there go to the CPU. An instance would not
+    change: the error names the class.
     """
     module = Saved(lr=0.05, names=["a"])
-    loaded = Saved.load_from_checkpoint(saved(tmp_path, module))
+    path = saved(tmp_path, module)
+    loaded = Saved.load_from_checkpoint(path)
     assert type(loaded) is Saved
     assert torch.equal(loaded.layer.weight, module.layer.weight)
     assert loaded.hparams == {"lr": 0.05, "width": 2, "names": ["a"]}
     assert loaded.loaded == 4
+    assert Saved.load_from_checkpoint(path, map_location="cpu").device == torch.device("cpu")
+    storage = torch.zeros(1).untyped_storage()
+    assert _where_saved(storage, "cuda:99") is storage
+    assert _where_saved(storage, "cpu") is None
     with pytest.raises(ConfigurationError, match=r"Saved.load_from_checkpoint\(path\)"):
         loaded.load_from_checkpoint(tmp_path / "x.ckpt")
 
@@ -159,8 +165,11 @@ def test_other_weights(tmp_path: Path) -> None:
         Needs.load_from_checkpoint(path, net=nn.Linear(1, 1), strict=False)
 
 
-def test_no_checkpoint(tmp_path: Path) -> None:
-    """A file without weights, and what is no path, are refused."""
+def test_files_that_are_refused(tmp_path: Path) -> None:
+    """A file without weights, and what is no path, are refused.
+
+    A class that could run code is named, with what to do, and `weights_only=False` is refused.
+    """
     torch.save({"weights": 1}, tmp_path / "x.ckpt")
     with pytest.raises(CheckpointError, match=r"holds no 'state_dict', but \['weights'\]"):
         Line.load_from_checkpoint(tmp_path / "x.ckpt")
@@ -168,10 +177,6 @@ def test_no_checkpoint(tmp_path: Path) -> None:
         Line.load_from_checkpoint(3)
     with pytest.raises(CheckpointError, match="its hyperparameters cannot be restored"):
         Line.load_from_checkpoint(written(tmp_path, hyper_parameters=3))
-
-
-def test_unsafe_files_are_refused(tmp_path: Path) -> None:
-    """A class that could run code is named, with what to do, and `weights_only=False` is refused."""
     path = written(tmp_path, hyper_parameters={"net": nn.Linear(1, 1)})
     with pytest.raises(
         CheckpointError, match=r"torch.nn.modules.linear.Linear(?s:.*)add_safe_globals\(\[Linear\]"
@@ -179,15 +184,6 @@ def test_unsafe_files_are_refused(tmp_path: Path) -> None:
         Line.load_from_checkpoint(path)
     with pytest.raises(InvalidArgumentError, match="weights_only=False"):
         Line.load_from_checkpoint(path, weights_only=False)
-
-
-def test_map_location(tmp_path: Path) -> None:
-    """Tensors go where they are told; those of a device that is not there go to the CPU."""
-    path = saved(tmp_path, Saved())
-    assert Saved.load_from_checkpoint(path, map_location="cpu").device == torch.device("cpu")
-    storage = torch.zeros(1).untyped_storage()
-    assert _where_saved(storage, "cuda:99") is storage
-    assert _where_saved(storage, "cpu") is None
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,13 @@ def test_what_is_refused_before_the_start(tmp_path: Path) -> None:
     data.train_dataloader = loader()  # type: ignore[method-assign, assignment]  # refused
     with pytest.raises(InvalidTypeError, match=r"Numbers\.train_dataloader"):
         runs.fit(Line(), data)
+    for owner in (Line(), Numbers()):  # to allow empty loaders on some ranks would have no effect
+        vars(owner)["allow_zero_length_dataloader_with_multiple_devices"] = True
+        arguments: Any = (owner, loader()) if isinstance(owner, Line) else (Line(), owner)
+        with pytest.raises(
+            ConfigurationError, match=f"{type(owner).__name__}.allow_zero_length_.* has no effect"
+        ):
+            runs.fit(*arguments)
     assert runs.datamodule is None
 
 
@@ -168,16 +175,6 @@ def test_hooks_that_are_not_called(tmp_path: Path, name: str) -> None:
         trainer(tmp_path).fit(Line(), odd)
     with pytest.raises(ConfigurationError, match=r"Odd\.setup\(\) cannot be called"):
         trainer(tmp_path).fit(Line(), older)
-
-
-@pytest.mark.parametrize("kind", [Line, Numbers])
-def test_empty_loaders_on_some_ranks_cannot_be_allowed(kind: type[Any], tmp_path: Path) -> None:
-    """Lightning's attribute for that would have no effect, of a module or a data module."""
-    owner = kind()
-    owner.allow_zero_length_dataloader_with_multiple_devices = True
-    arguments = (owner, loader()) if kind is Line else (Line(), owner)
-    with pytest.raises(ConfigurationError, match=f"{kind.__name__}.allow_zero_length_.* has no effect"):
-        trainer(tmp_path).fit(*arguments)
 
 
 def test_the_modules_methods_that_a_data_module_replaces(tmp_path: Path) -> None:
