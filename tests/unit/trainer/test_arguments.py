@@ -195,8 +195,11 @@ def test_agreement_with_the_strategy(
     assert agreed_value("devices", 2, [4, 7]) == agreed_value("devices", [4, 7], 2) == [4, 7]
 
 
-def test_what_another_trainer_has_added_was_given(tmp_path: Path) -> None:
-    """A strategy that a Trainer has derived keeps its parts; an assigned part is the strategy's own too."""
+def test_the_strategys_own_parts(tmp_path: Path) -> None:
+    """A strategy that a Trainer has derived keeps its parts; an assigned part is the strategy's own too.
+
+    A precision of the same name stays the strategy's, with its options; so does the same object.
+    """
     first = trainer(tmp_path, strategy=strategy_with(), devices=3, precision="64-true").strategy
     assigned = strategy_with()
     assigned.precision = DoublePrecision()
@@ -206,12 +209,8 @@ def test_what_another_trainer_has_added_was_given(tmp_path: Path) -> None:
             trainer(tmp_path, strategy=strategy, devices=3, precision="16-mixed")
     derived = trainer(tmp_path, strategy=strategy_with().with_(grace_period_s=2), devices=3, precision=64)
     assert derived.strategy.precision.name == "64-true"
-
-
-def test_the_strategys_own_parts(tmp_path: Path) -> None:
-    """A precision of the same name stays the strategy's, with its options; so does the same object."""
-    precision, files = MixedPrecision("16-mixed", init_scale=8.0), AsyncCheckpointIO()
-    strategy = strategy_with(precision=precision, checkpoint_io=files)
+    files = AsyncCheckpointIO()
+    strategy = strategy_with(precision=MixedPrecision("16-mixed", init_scale=8.0), checkpoint_io=files)
     assert trainer(tmp_path, strategy=strategy, devices=3, precision=16).strategy is strategy
     derived = trainer(tmp_path, strategy=strategy_with(checkpoint_io=files), devices=3, plugins=[files])
     assert derived.strategy.checkpoint_io is files

@@ -336,20 +336,27 @@ def test_strict_loading(tmp_path: Path) -> None:
         Lenient.load_from_checkpoint(path, strict=True)
 
 
-class Doubling(Line):
-    """Has lists in its checkpoints that hold the previous list twice."""
+class Own(Line):
+    """Has a value of its own in its checkpoints."""
+
+    value: Any = 1
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        value: list[Any] = [1]
-        for _ in range(60):
-            value = [value, value]
-        checkpoint["own"] = value
+        checkpoint["own"] = self.value
 
 
 @pytest.mark.parametrize("io", [TorchCheckpointIO(), AsyncCheckpointIO()])
 def test_values_at_too_many_places(tmp_path: Path, io: CheckpointIO) -> None:
-    """A checkpoint whose values are at 2^60 places is an error when it is saved, not a hang."""
-    train = fitted(tmp_path, Doubling(), plugins=io)
+    """Values at 2^60 places, or in themselves, are an error when a checkpoint is saved, not a hang."""
+    model = Own()
+    train = fitted(tmp_path, model, plugins=io)
+    for _ in range(60):
+        model.value = [model.value, model.value]
     with pytest.raises(CheckpointError, match="cannot be written, as it holds values at"):
+        train.save_checkpoint(tmp_path / "x.ckpt")
+        io.teardown()
+    model.value = []
+    model.value.append(model.value)
+    with pytest.raises(CheckpointError, match=r"x\.ckpt.*could not be written: it contains itself"):
         train.save_checkpoint(tmp_path / "x.ckpt")
         io.teardown()

@@ -144,21 +144,6 @@ def test_order_of_checkpoint_hooks(tmp_path: Path) -> None:
     assert calls == [*(f"{name} saves" for name in saves), *(f"{name} loads" for name in loads)]
 
 
-class HoldsItself(Callback):
-    """Has a state that contains itself."""
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {}
-        state["own"] = [state]
-        return state
-
-
-def test_a_checkpoint_that_contains_itself(tmp_path: Path) -> None:
-    """The error has path and reason."""
-    with pytest.raises(CheckpointError, match=r"saved\.ckpt.*could not be written: it contains itself"):
-        saved(tmp_path, callbacks=HoldsItself())
-
-
 def test_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
     """Two epochs, saved and resumed for two more, end with the weights of four."""
     whole, resumed = WithMomentum(), WithMomentum()
