@@ -1,6 +1,8 @@
 """Small modules and data to train in this process, and a strategy with a second rank made up by the test."""
 
 import contextvars
+import copy
+import pickle
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
+from rankwise.callbacks import Callback
 from rankwise.environments import ClusterEnvironment
 from rankwise.launchers import Launcher
 from rankwise.launchers.context import WorkerContext
@@ -21,8 +24,11 @@ from rankwise.ranks import RankInfo
 from rankwise.strategies import Strategy
 from rankwise.strategies.placement import Placement
 from rankwise.trainer import Trainer, TrainingModule
+from rankwise.trainer.data.stage_loaders import StageLoaders
+from rankwise.trainer.stages import Stage
 from rankwise.trainer.state import LoopContext
-from rankwise.trainer.state_transfer import known_to_caller
+from rankwise.trainer.state_transfer import known_to_caller, restore
+from rankwise.trainer.trainer import _run_on_rank
 
 T = TypeVar("T")
 
@@ -92,6 +98,31 @@ def trainer(folder: Path, **options: Any) -> Trainer:
     return Trainer(**{**defaults, **options})
 
 
+def fitted(folder: Path, model: TrainingModule | None = None, **options: Any) -> Trainer:
+    """Return a trainer that has fitted a module or a `Line`."""
+    train = trainer(folder, **options)
+    train.fit(model or Line(), loader())
+    return train
+
+
+def saved(folder: Path, model: TrainingModule | None = None, **options: Any) -> Path:
+    """Return the path of a checkpoint that such a trainer has saved."""
+    path = folder / "saved.ckpt"
+    fitted(folder, model, **options).save_checkpoint(path)
+    return path
+
+
+class SavesEachStep(Callback):
+    """Saves a checkpoint with the name of the step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @override
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+
+
 class WithSecondRank(Strategy):
     """Rank 0 of two, in this process; what the other contributes is `other(what rank 0 does)`."""
 
@@ -139,3 +170,24 @@ def sent_back(work: Callable[[], T], mine: nn.Module, context: LoopContext | Non
         with read_by_name(named_parts(mine) if context is None else known_to_caller(context).named):
             value: T = unpack(descriptor, copy=True)
             return value
+
+
+def fit_elsewhere(train: Trainer, model: Line, their_model: Any = None) -> None:
+    """Fit as spawn does: copies of trainer and module train, and their state is restored here."""
+    their_train, their_copy = pickle.loads(pickle.dumps((train, None if their_model else model)))
+    stage = Stage(StageLoaders("fit", {"train": loader(), "validate": None}), seed=0)
+    train._set_module(model, "fit")
+    strategy = copy.copy(train.strategy)
+    strategy.precision = pickle.loads(pickle.dumps(strategy.precision))
+
+    def work() -> Any:
+        return strategy.launch(
+            _run_on_rank,
+            model=their_model or their_copy,
+            trainer=their_train,
+            stage=stage,
+            brings_state_back=True,
+        )
+
+    _, state = sent_back(work, model, train.context(model))
+    restore(train.context(model), state)

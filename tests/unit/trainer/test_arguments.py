@@ -1,6 +1,7 @@
 """The Trainer's arguments: the constructor refuses wrong ones."""
 
 import inspect
+import math
 import re
 from datetime import timedelta
 from pathlib import Path
@@ -33,79 +34,44 @@ NODES = {"NODE_RANK": "0", "NNODES": "1", "MASTER_ADDR": "localhost", "MASTER_PO
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("name", "value"),
     [
-        {"max_epochs": -2},
-        {"max_steps": -2},
-        {"min_epochs": -1},
-        {"limit_train_batches": 1.5},
-        {"limit_val_batches": -1},
-        {"limit_test_batches": -0.1},
-        {"limit_predict_batches": float("nan")},
-        {"fast_dev_run": -1},
-        {"val_check_interval": 0},
-        {"check_val_every_n_epoch": 0},
-        {"accumulate_grad_batches": 0},
-        {"gradient_clip_val": -1},
-        {"gradient_clip_algorithm": "size"},
-        {"log_every_n_steps": 0},
-        {"devices": 0},
-        {"devices": -2},
-        {"devices": [0, 0]},
-        {"num_nodes": 0},
-        {"enable_checkpointing": "yes"},
-        {"enable_progress_bar": "no"},
-        {"use_distributed_sampler": None},
-        {"on_nonfinite": "stop"},
-        {"uneven_inputs": "joint"},
-        {"deterministic": "maybe"},
-        {"benchmark": "yes"},
-        {"sync_batchnorm": 2},
-        {"num_sanity_val_steps": -2},
-        {"val_check_interval": "ten minutes"},
-        {"val_check_interval": {"minute": 1}},
-        {"val_check_interval": timedelta(seconds=-1)},
+        *(("max_epochs", -2), ("max_steps", -2), ("min_epochs", -1), ("limit_train_batches", 1.5)),
+        *(("limit_val_batches", -1), ("limit_test_batches", -0.1), ("limit_predict_batches", math.nan)),
+        *(("fast_dev_run", -1), ("check_val_every_n_epoch", 0), ("accumulate_grad_batches", 0)),
+        *(("gradient_clip_val", -1), ("gradient_clip_algorithm", "size"), ("log_every_n_steps", 0)),
+        *(("devices", 0), ("devices", -2), ("devices", [0, 0]), ("num_nodes", 0)),
+        *(("enable_checkpointing", "yes"), ("enable_progress_bar", "no"), ("use_distributed_sampler", None)),
+        *(("on_nonfinite", "stop"), ("uneven_inputs", "joint"), ("deterministic", "maybe")),
+        *(("benchmark", "yes"), ("sync_batchnorm", 2), ("num_sanity_val_steps", -2)),
+        *(("val_check_interval", 0), ("val_check_interval", "ten minutes")),
+        *(("val_check_interval", {"minute": 1}), ("val_check_interval", timedelta(seconds=-1))),
     ],
 )
-def test_impossible_values(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_impossible_values(tmp_path: Path, name: str, value: Any) -> None:
     """A value out of range is refused, naming the argument."""
     with pytest.raises(InvalidArgumentError) as caught:
-        trainer(tmp_path, **options)
-    assert caught.value.argument in options
+        trainer(tmp_path, **{name: value})
+    assert caught.value.argument == name
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("name", "value"),
     [
-        {"max_epochs": "3"},
-        {"max_steps": 2.0},
-        {"max_epochs": True},
-        {"limit_train_batches": "all"},
-        {"accumulate_grad_batches": None},
-        {"gradient_clip_val": "1"},
-        {"precision": 3.5},
-        {"strategy": 3},
-        {"strategy": DDPSpawnStrategy},
-        {"plugins": [3]},
-        {"callbacks": [print]},
-        {"callbacks": EarlyStopping},
-        {"logger": 3},
-        {"devices": 1.5},
-        {"overfit_batches": True},
-        {"num_sanity_val_steps": True},
+        *(("max_epochs", "3"), ("max_epochs", True), ("max_steps", 2.0), ("limit_train_batches", "all")),
+        *(("accumulate_grad_batches", None), ("gradient_clip_val", "1"), ("precision", 3.5), ("strategy", 3)),
+        *(("strategy", DDPSpawnStrategy), ("plugins", [3]), ("callbacks", [print])),
+        *(("callbacks", EarlyStopping), ("logger", 3), ("devices", 1.5)),
+        *(("overfit_batches", True), ("num_sanity_val_steps", True)),
     ],
 )
-def test_wrong_kinds(tmp_path: Path, options: dict[str, Any]) -> None:
-    """A value of a wrong type is refused, naming the argument."""
+def test_wrong_kinds(tmp_path: Path, name: str, value: Any) -> None:
+    """A value of a wrong type is refused, naming the argument; a class says that an instance is meant."""
     with pytest.raises(InvalidTypeError) as caught:
-        trainer(tmp_path, **options)
-    assert caught.value.argument in options
-
-
-def test_class_instead_of_instance(tmp_path: Path) -> None:
-    """A class instead of an instance has an error of its own."""
-    with pytest.raises(InvalidTypeError, match=r"make an instance of it: DDPSpawnStrategy\(\)"):
-        trainer(tmp_path, strategy=DDPSpawnStrategy)
+        trainer(tmp_path, **{name: value})
+    assert caught.value.argument == name
+    if value is DDPSpawnStrategy:
+        assert "make an instance of it: DDPSpawnStrategy()" in str(caught.value)
 
 
 def test_unknown_names(tmp_path: Path) -> None:
@@ -119,11 +85,12 @@ def test_unknown_names(tmp_path: Path) -> None:
 
 
 def test_plugins_by_kind(tmp_path: Path) -> None:
-    """Each plug-in is used for its kind."""
+    """Each plug-in is used for its kind; an environment may be named."""
     precision, checkpoint_io, environment = Precision(), TorchCheckpointIO(), LocalEnvironment()
     strategy = SingleDeviceStrategy()
     plugins = [precision, checkpoint_io, environment, strategy]
     train = trainer(tmp_path, strategy="auto", plugins=plugins)
+    assert trainer(tmp_path, plugins=["local"]).strategy.environment.name == "local"
     assert type(train.strategy) is SingleDeviceStrategy
     assert train.strategy.precision is precision
     assert train.strategy.checkpoint_io is checkpoint_io
@@ -132,25 +99,16 @@ def test_plugins_by_kind(tmp_path: Path) -> None:
     assert strategy.precision is not precision
 
 
-def test_environment_by_name(tmp_path: Path) -> None:
-    """An environment can be named among the plug-ins."""
-    assert trainer(tmp_path, plugins=["local"]).strategy.environment.name == "local"
-
-
 @pytest.mark.parametrize(
     "options",
     [
-        {"plugins": [Precision(), Precision()]},
-        {"plugins": ["local", LocalEnvironment()]},
-        {"plugins": [Precision()], "precision": 32},
-        {"plugins": [SingleDeviceStrategy()], "strategy": "ddp"},
+        *({"plugins": [Precision(), Precision()]}, {"plugins": ["local", LocalEnvironment()]}),
+        *({"plugins": [Precision()], "precision": 32}, {"min_epochs": 3, "max_epochs": 2}),
+        *({"plugins": [SingleDeviceStrategy()], "strategy": "ddp"}, {"min_steps": 3, "max_steps": 2}),
         {"callbacks": ModelCheckpoint(), "enable_checkpointing": False},
         {"callbacks": TQDMProgressBar(), "enable_progress_bar": False},
         {"callbacks": [EarlyStopping("loss"), EarlyStopping("loss")]},
-        {"min_epochs": 3, "max_epochs": 2},
-        {"min_steps": 3, "max_steps": 2},
-        {"overfit_batches": 2, "limit_train_batches": 3},
-        {"overfit_batches": 2, "limit_val_batches": 1},
+        *({"overfit_batches": 2, "limit_train_batches": 3}, {"overfit_batches": 2, "limit_val_batches": 1}),
         {"overfit_batches": 2, "fast_dev_run": True},
         {"check_val_every_n_epoch": None, "val_check_interval": 0.5},
     ],
@@ -195,21 +153,13 @@ def test_contradictions_of_the_strategy(tmp_path: Path, own: dict[str, Any], giv
     assert not strategy.is_bound
 
 
-def test_a_name_beside_a_strategy_among_the_plugins(tmp_path: Path) -> None:
-    """A name that stands for a start method is answered with the argument of the plug-in."""
-    with pytest.raises(ConfigurationError, match=r"as DDPSpawnStrategy\(start_method='fork'\)"):
-        trainer(tmp_path, strategy="ddp_fork", plugins=[DDPSpawnStrategy()])
-
-
 def test_contradictions_of_a_strategys_name(tmp_path: Path) -> None:
-    """The options in a name are the strategy's own."""
+    """The options in a name are the strategy's own; the error names the argument for a start method."""
     with pytest.raises(ConfigurationError, match="devices=2 and the strategy's own devices=3 contradict"):
         trainer(tmp_path, strategy="ddp_spawn:devices=3", devices=2)
-
-
-def test_parallel_devices_and_devices() -> None:
-    """The arguments of one strategy do not contradict each other either."""
-    two = [torch.device("cpu")] * 2
+    with pytest.raises(ConfigurationError, match=r"as DDPSpawnStrategy\(start_method='fork'\)"):
+        trainer(tmp_path, strategy="ddp_fork", plugins=[DDPSpawnStrategy()])
+    two = [torch.device("cpu")] * 2  # the arguments of one strategy do not contradict each other either
     for arguments in ({"devices": 3}, {"accelerator": "cuda"}):
         with pytest.raises(ConfigurationError, match="contradict each other"):
             DDPSpawnStrategy(parallel_devices=two, **arguments)
@@ -239,18 +189,17 @@ def test_parallel_devices_and_devices() -> None:
 def test_agreement_with_the_strategy(
     tmp_path: Path, own: dict[str, Any], given: dict[str, Any], size: int
 ) -> None:
-    """What agrees is allowed in both places."""
+    """What agrees is allowed in both places; indices of devices say more than their number."""
     train = trainer(tmp_path, **{"strategy": strategy_with(**own), "devices": "auto", **given})
     assert train.world_size == size
-
-
-def test_device_indices_say_more_than_their_number() -> None:
-    """They are taken, in whichever of the two places they are given."""
     assert agreed_value("devices", 2, [4, 7]) == agreed_value("devices", [4, 7], 2) == [4, 7]
 
 
-def test_what_another_trainer_has_added_was_given(tmp_path: Path) -> None:
-    """A strategy that a Trainer has derived keeps its parts; an assigned part is the strategy's own too."""
+def test_the_strategys_own_parts(tmp_path: Path) -> None:
+    """A strategy that a Trainer has derived keeps its parts; an assigned part is the strategy's own too.
+
+    A precision of the same name stays the strategy's, with its options; so does the same object.
+    """
     first = trainer(tmp_path, strategy=strategy_with(), devices=3, precision="64-true").strategy
     assigned = strategy_with()
     assigned.precision = DoublePrecision()
@@ -260,74 +209,57 @@ def test_what_another_trainer_has_added_was_given(tmp_path: Path) -> None:
             trainer(tmp_path, strategy=strategy, devices=3, precision="16-mixed")
     derived = trainer(tmp_path, strategy=strategy_with().with_(grace_period_s=2), devices=3, precision=64)
     assert derived.strategy.precision.name == "64-true"
-
-
-def test_the_strategys_own_parts(tmp_path: Path) -> None:
-    """A precision of the same name stays the strategy's, with its options; so does the same object."""
-    precision, files = MixedPrecision("16-mixed", init_scale=8.0), AsyncCheckpointIO()
-    strategy = strategy_with(precision=precision, checkpoint_io=files)
+    files = AsyncCheckpointIO()
+    strategy = strategy_with(precision=MixedPrecision("16-mixed", init_scale=8.0), checkpoint_io=files)
     assert trainer(tmp_path, strategy=strategy, devices=3, precision=16).strategy is strategy
     derived = trainer(tmp_path, strategy=strategy_with(checkpoint_io=files), devices=3, plugins=[files])
     assert derived.strategy.checkpoint_io is files
 
 
-def test_default_callbacks(tmp_path: Path) -> None:
-    """A progress bar and a checkpoint are there by default, the checkpoint last."""
+def test_default_callbacks_and_loggers(tmp_path: Path) -> None:
+    """A progress bar, a checkpoint as the last callback and a CSV logger are there by default."""
     own = Callback()
     train = trainer(
         tmp_path, callbacks=[ModelCheckpoint(), own], enable_checkpointing=True, enable_progress_bar=None
     )
     assert [type(callback) for callback in train.callbacks] == [Callback, TQDMProgressBar, ModelCheckpoint]
-    for value in (True, None):
-        only = trainer(tmp_path, enable_checkpointing=value)
-        assert [type(callback) for callback in only.callbacks] == [ModelCheckpoint]
-
-
-def test_default_logger(tmp_path: Path) -> None:
-    """There is a CSV logger unless it is turned off."""
-    for default in (None, True):
-        train = trainer(tmp_path, logger=default)
+    for default in (True, None):
+        train = trainer(tmp_path, enable_checkpointing=default, logger=default)
+        assert [type(callback) for callback in train.callbacks] == [ModelCheckpoint]
         assert isinstance(train.logger, CSVLogger)
         assert train.log_dir == str(tmp_path / "rankwise_logs" / "version_0")
     assert trainer(tmp_path, logger=False).logger is None
 
 
-def test_limits_can_be_raised(tmp_path: Path) -> None:
-    """max_epochs and max_steps may be set later, and are checked then too."""
-    train = trainer(tmp_path)
-    train.max_epochs, train.max_steps = 5, 10
-    with pytest.raises(InvalidArgumentError, match="max_epochs=-3"):
-        train.max_epochs = -3
-
-
 def test_no_argument_is_assigned_without_effect(tmp_path: Path) -> None:
-    """Each argument of the constructor is an attribute, or its assignment raises."""
-    train = trainer(tmp_path)
-    for name in inspect.signature(Trainer).parameters:
+    """Each argument of the constructor, a keyword for editors, is an attribute, or its assignment raises.
+
+    So does that of what the Trainer and its strategy determine.
+    """
+    train, parameters = trainer(tmp_path), inspect.signature(Trainer).parameters
+    assert "max_epochs" in parameters
+    for name, parameter in parameters.items():
+        assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
         assert hasattr(Trainer, name) or name in vars(train), name
     for name in ("accelerator", "devices", "precision", "fast_dev_run", "sync_batchnorm", "max_time"):
         with pytest.raises(AttributeError, match=name):
             setattr(train, name, 1)
+    for name in ("current_epoch", "global_step", "world_size", "global_rank", "local_rank", "is_global_zero"):
+        with pytest.raises(AttributeError):
+            setattr(train, name, 1)
 
 
 @pytest.mark.parametrize("phase", ["train", "val", "test", "predict"])
-def test_limits_of_batches_can_be_set(tmp_path: Path, phase: str) -> None:
-    """limit_*_batches may be set later, and are checked then too."""
+def test_limits_can_be_set(tmp_path: Path, phase: str) -> None:
+    """max_epochs, max_steps and limit_*_batches may be set later, and are checked then too."""
     train, name = trainer(tmp_path), f"limit_{phase}_batches"
+    train.max_epochs, train.max_steps = 5, 10
+    with pytest.raises(InvalidArgumentError, match="max_epochs=-3"):
+        train.max_epochs = -3
     setattr(train, name, 3)
     assert getattr(train, name) == getattr(train.options, name) == 3
     with pytest.raises(InvalidArgumentError, match=f"{name}=1.5"):
         setattr(train, name, 1.5)
-
-
-@pytest.mark.parametrize(
-    "name", ["current_epoch", "global_step", "world_size", "global_rank", "local_rank", "is_global_zero"]
-)
-def test_position_and_ranks_are_read_only(tmp_path: Path, name: str) -> None:
-    """An assignment to what the Trainer and its strategy determine raises."""
-    train = trainer(tmp_path)
-    with pytest.raises(AttributeError):
-        setattr(train, name, 1)
 
 
 @pytest.mark.parametrize(
@@ -384,13 +316,6 @@ def test_remedies_are_true() -> None:
             assert set(keywords) <= set(inspect.signature(owner).parameters), name
 
 
-def test_the_signature_stays() -> None:
-    """Editors and type checkers see the keywords themselves."""
-    parameters = inspect.signature(Trainer).parameters
-    assert "max_epochs" in parameters
-    assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in parameters.values())
-
-
 @pytest.mark.parametrize(
     ("options", "remedy"),
     [
@@ -398,10 +323,7 @@ def test_the_signature_stays() -> None:
         ({"strategy": "ddp_cpu"}, 'Trainer(strategy="ddp", accelerator="cpu", devices=...).'),
         ({"strategy": "fsdp"}, "ZeroRedundancyOptimizer"),
         ({"strategy": "deepspeed_stage_2"}, "ZeroRedundancyOptimizer"),
-        (
-            {"strategy": "single_device", "accelerator": "ddp"},
-            'a strategy is meant: Trainer(strategy="ddp").',
-        ),
+        ({"accelerator": "ddp"}, 'a strategy is meant: Trainer(strategy="ddp").'),
     ],
 )
 def test_names_that_other_systems_have(tmp_path: Path, options: dict[str, Any], remedy: str) -> None:

@@ -3,7 +3,6 @@
 import logging
 import os
 import re
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,13 @@ from rankwise.stores import restart
 from rankwise.stores.restart import RestartInfo
 from rankwise.trainer import Trainer
 from rankwise.trainer.checkpointing import newest_first, save_stop_checkpoint
-from tests.unit.trainer.helpers import Line, loader, trainer
+from tests.unit.trainer.helpers import Line, fitted, loader, saved, trainer
 
 JOB = "a job"
+BOTH = {"last.ckpt", "last-v1.ckpt"}
 
 
-def fitted(folder: Path, max_epochs: int = 1, **options: Any) -> Trainer:
+def from_last(folder: Path, max_epochs: int = 1, **options: Any) -> Trainer:
     """Fit from `"last"`, with a callback that saves in its default folder."""
     defaults = {"logger": True, "enable_checkpointing": True, "callbacks": ModelCheckpoint(save_last=True)}
     train = trainer(folder, max_epochs=max_epochs, **{**defaults, **options})
@@ -37,63 +37,49 @@ def begun_from(train: Trainer, folder: Path) -> str:
     return str(Path(train.ckpt_path or "").relative_to(folder))
 
 
+def change_time(path: Path, seconds: float) -> None:
+    """Let a file be newer than it is, or older."""
+    os.utime(path, (path.stat().st_mtime + seconds,) * 2)
+
+
 @pytest.mark.parametrize("logger", [True, False])
 def test_last_of_the_run_before(tmp_path: Path, logger: bool) -> None:
     """Without `dirpath`, "last" is the previous run's, in the folder that its logger chose."""
-    runs = [fitted(tmp_path, max_epochs, logger=logger) for max_epochs in (1, 2, 3)]
+    runs = [from_last(tmp_path, max_epochs, logger=logger) for max_epochs in (1, 2, 3)]
     assert [train.global_step for train in runs] == [4, 8, 12]
     last = "rankwise_logs/version_1/checkpoints/last.ckpt" if logger else "checkpoints/last.ckpt"
     assert begun_from(runs[-1], tmp_path) == last
 
 
-def test_last_of_a_logger_elsewhere(tmp_path: Path) -> None:
-    """The logger may write to another folder than the trainer's."""
-    fitted(tmp_path, logger=CSVLogger(tmp_path / "logs", "mine"))
-    train = fitted(tmp_path, 2, logger=CSVLogger(tmp_path / "logs", "mine"))
-    assert begun_from(train, tmp_path) == "logs/mine/version_0/checkpoints/last.ckpt"
-
-
-def test_last_of_a_named_version(tmp_path: Path) -> None:
-    """With a named version only that folder is searched, and no other run's."""
-    fitted(tmp_path, logger=CSVLogger(tmp_path, version="a"))
-    assert fitted(tmp_path, logger=CSVLogger(tmp_path, version="b")).ckpt_path is None
-    train = fitted(tmp_path, 2, logger=CSVLogger(tmp_path, version="a"))
+def test_last_where_a_logger_writes(tmp_path: Path) -> None:
+    """That may be another folder than the trainer's; with a named version no other run's is searched."""
+    runs = [from_last(tmp_path, epochs, logger=CSVLogger(tmp_path / "logs", "mine")) for epochs in (1, 2)]
+    assert begun_from(runs[-1], tmp_path) == "logs/mine/version_0/checkpoints/last.ckpt"
+    from_last(tmp_path, logger=CSVLogger(tmp_path, version="a"))
+    assert from_last(tmp_path, logger=CSVLogger(tmp_path, version="b")).ckpt_path is None
+    train = from_last(tmp_path, 2, logger=CSVLogger(tmp_path, version="a"))
     assert begun_from(train, tmp_path) == "rankwise_logs/a/checkpoints/last.ckpt"
 
 
 def test_last_of_any_saving_callback(tmp_path: Path) -> None:
-    """The callback that saves the last need not be the first one."""
+    """Any callback may save the last; a newer best checkpoint whose name begins with "last" is not used."""
 
     def fitted_with_two(max_epochs: int) -> Trainer:
-        callbacks = [ModelCheckpoint(monitor="loss"), ModelCheckpoint(tmp_path / "mine", save_last=True)]
-        return fitted(tmp_path, max_epochs, callbacks=callbacks)
+        saving = ModelCheckpoint(tmp_path / "mine", filename="last_best", monitor="loss", save_last=True)
+        return from_last(tmp_path, max_epochs, callbacks=[ModelCheckpoint(), saving])
 
     fitted_with_two(1)
+    change_time(tmp_path / "mine" / "last_best.ckpt", 60)
     assert begun_from(fitted_with_two(2), tmp_path) == "mine/last.ckpt"
-
-
-def test_only_last_is_last(tmp_path: Path) -> None:
-    """A newer best checkpoint whose name begins with "last" is not used."""
-
-    def fitted_with_bests(max_epochs: int) -> Trainer:
-        saving = ModelCheckpoint(tmp_path, filename="last_best", monitor="loss", save_last=True)
-        return fitted(tmp_path, max_epochs, callbacks=saving)
-
-    fitted_with_bests(1)
-    best = tmp_path / "last_best.ckpt"
-    os.utime(best, (best.stat().st_mtime + 60,) * 2)
-    assert begun_from(fitted_with_bests(2), tmp_path) == "last.ckpt"
 
 
 def test_last_of_several_runs_in_one_folder(tmp_path: Path) -> None:
     """Of the last checkpoints of several runs in one folder, "last" is the newest, whatever its number."""
     for max_epochs in (1, 2):
-        train = trainer(tmp_path, max_epochs=max_epochs, **last_in(tmp_path))
-        train.fit(Line(), loader())
-    first, second = tmp_path / "last.ckpt", tmp_path / "last-v1.ckpt"
-    assert begun_from(fitted(tmp_path, 3, **last_in(tmp_path)), tmp_path) == "last-v1.ckpt"
-    os.utime(first, (second.stat().st_mtime + 60,) * 2)
-    assert begun_from(fitted(tmp_path, 3, **last_in(tmp_path)), tmp_path) == "last.ckpt"
+        fitted(tmp_path, max_epochs=max_epochs, **last_in(tmp_path))
+    assert begun_from(from_last(tmp_path, 3, **last_in(tmp_path)), tmp_path) == "last-v1.ckpt"
+    change_time(tmp_path / "last.ckpt", 60)
+    assert begun_from(from_last(tmp_path, 3, **last_in(tmp_path)), tmp_path) == "last.ckpt"
 
 
 def last_in(folder: Path) -> dict[str, Any]:
@@ -105,15 +91,11 @@ def last_in(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("has_callback", [False, True])
 def test_a_stop_leaves_the_last_of_another_run(tmp_path: Path, has_callback: bool) -> None:
     """What a signal makes a run write replaces the checkpoint that it continued from, but no other run's."""
-    options = last_in(tmp_path) if has_callback else {}
-    stopped(tmp_path, **options)
-    first = (tmp_path / "last.ckpt").read_bytes()
-    stopped(tmp_path, **(last_in(tmp_path) if has_callback else {}))
-    assert {path.name for path in tmp_path.glob("*.ckpt")} == {"last.ckpt", "last-v1.ckpt"}
-    train = trainer(tmp_path, max_steps=3, **(last_in(tmp_path) if has_callback else {}))
-    train.fit(Line(), loader(), ckpt_path="last")
-    save_stop_checkpoint(train.context(train.module))
-    assert {path.name for path in tmp_path.glob("*.ckpt")} == {"last.ckpt", "last-v1.ckpt"}
+    first = b""
+    for steps, start, files in ((2, None, {"last.ckpt"}), (2, None, BOTH), (3, "last", BOTH)):
+        stopped(tmp_path, steps, start, **(last_in(tmp_path) if has_callback else {}))
+        first = first or (tmp_path / "last.ckpt").read_bytes()
+        assert {path.name for path in tmp_path.glob("*.ckpt")} == files
     assert (tmp_path / "last.ckpt").read_bytes() == first
 
 
@@ -122,10 +104,8 @@ def test_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     saving, logger = ModelCheckpoint("~/saved", save_last=True), CSVLogger("~/logs")
-    train = trainer(
-        Path("~/root"), callbacks=saving, logger=logger, enable_checkpointing=True, log_every_n_steps=1
-    )
-    train.fit(Line(), loader())
+    options: dict[str, Any] = {"callbacks": saving, "enable_checkpointing": True, "log_every_n_steps": 1}
+    train = fitted(Path("~/root"), logger=logger, **options)
     train.save_checkpoint("~/mine.ckpt")
     assert {path.name for path in tmp_path.iterdir()} == {"home"}
     assert {path.name for path in (tmp_path / "home").iterdir()} == {"saved", "logs", "mine.ckpt"}
@@ -150,15 +130,17 @@ def savers(folder: Path, *monitors: str | None) -> dict[str, Any]:
 
 def test_best_by_a_metric(tmp_path: Path) -> None:
     """The best is the one that a metric has chosen, also if another callback keeps the latest."""
-    train = trainer(tmp_path, max_epochs=2, **savers(tmp_path, None, "loss"))
-    train.fit(Line(), loader())
+    train = fitted(tmp_path, max_epochs=2, **savers(tmp_path, None, "loss"))
     train.test(Line(), loader(), ckpt_path="best")
     assert train.ckpt_path == train.callbacks[1].best_model_path  # type: ignore[attr-defined]  # a ModelCheckpoint
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_a_stage_without_a_model_has_the_best_weights(tmp_path: Path, stage: str) -> None:
-    """It loads the checkpoint that a metric has chosen, with a warning; a given model stays as it is."""
+    """It loads the checkpoint that a metric has chosen, with a warning; a given model stays as it is.
+
+    The checkpoints are of the fitted module, so they are not loaded into another one.
+    """
     train, data, model = trainer(tmp_path, max_epochs=3, **savers(tmp_path, "epochs")), loader(), Rising()
     train.fit(model, data)
     run, last = getattr(train, stage), model.layer.weight.clone()
@@ -172,6 +154,9 @@ def test_a_stage_without_a_model_has_the_best_weights(tmp_path: Path, stage: str
     assert torch.equal(model.layer.weight, best)
     assert not torch.equal(best, last)
     run(dataloaders=data, ckpt_path="best")
+    train.validate(Line(), data)
+    run(dataloaders=data)
+    assert train.ckpt_path is None
 
 
 class Rising(Line):
@@ -191,15 +176,6 @@ def test_a_stage_without_a_model_and_a_metric(tmp_path: Path, caplog: pytest.Log
         assert re.search(rf"test\(\) without a model uses the weights {which}\.", caplog.text)
 
 
-def test_a_stage_without_a_model_after_another_module(tmp_path: Path) -> None:
-    """The checkpoints are of the fitted module, so they are not loaded into another one."""
-    train = trainer(tmp_path, **savers(tmp_path, "loss"))
-    train.fit(Line(), loader())
-    train.validate(Line(), loader())
-    train.test(dataloaders=loader())
-    assert train.ckpt_path is None
-
-
 @pytest.mark.parametrize("monitors", [("loss", "val_loss"), (None, None)])
 def test_an_ambiguous_best(tmp_path: Path, monitors: tuple[str | None, ...]) -> None:
     """Where several callbacks have a best checkpoint, the error names them."""
@@ -216,7 +192,7 @@ def test_an_ambiguous_best(tmp_path: Path, monitors: tuple[str | None, ...]) -> 
 def test_callbacks_that_are_gone(tmp_path: Path) -> None:
     """A warning names the callbacks of the checkpoint whose state no callback takes."""
     callbacks = [EarlyStopping("loss", patience=9), ModelCheckpoint(tmp_path, save_last=True)]
-    trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True).fit(Line(), loader())
+    fitted(tmp_path, callbacks=callbacks, enable_checkpointing=True)
     changed = [EarlyStopping("loss", mode="max", patience=9), callbacks[1]]
     train = trainer(tmp_path, max_epochs=2, callbacks=changed, enable_checkpointing=True)
     with pytest.warns(UserWarning, match=r"does not have: EarlyStopping\(monitor='loss', mode='min'\)\. It"):
@@ -229,9 +205,9 @@ def test_another_runs_last(
 ) -> None:
     """Files in the working directory are ignored if the trainer writes elsewhere; the log says so."""
     monkeypatch.chdir(tmp_path)
-    fitted(tmp_path / "other").save_checkpoint("last.ckpt")
+    from_last(tmp_path / "other").save_checkpoint("last.ckpt")
     caplog.clear()
-    assert fitted(tmp_path / "mine", logger=logger).ckpt_path is None
+    assert from_last(tmp_path / "mine", logger=logger).ckpt_path is None
     assert f"finds no checkpoint, so none is loaded. Looked in {tmp_path / 'mine'}" in caplog.text
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
@@ -245,17 +221,15 @@ def first_start(monkeypatch: pytest.MonkeyPatch) -> None:
 def restarted(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> str:
     """Fit as after a restart, and return the path of the checkpoint from which it continued."""
     monkeypatch.setattr(restart, "_noted", RestartInfo(1, JOB))
-    train = trainer(folder, max_epochs=2, **options)
-    train.fit(Line(), loader())
-    return begun_from(train, folder)
+    return begun_from(fitted(folder, max_epochs=2, **options), folder)
 
 
-def stopped(folder: Path, **options: Any) -> None:
+def stopped(folder: Path, steps: int = 2, start: str | None = None, **options: Any) -> None:
     """Fit, and write the checkpoint of a fit that a signal stops."""
-    train = trainer(folder, max_steps=2, **options)
-    train.fit(Line(), loader())
+    train = trainer(folder, max_steps=steps, **options)
+    train.fit(Line(), loader(), ckpt_path=start)
     for path in folder.rglob("*.ckpt"):  # a file system's clock may stand still meanwhile
-        os.utime(path, (path.stat().st_mtime - 60,) * 2)
+        change_time(path, -60)
     save_stop_checkpoint(train.context(train.module))
 
 
@@ -303,9 +277,7 @@ def test_a_restart_finds_what_replaced_its_checkpoint(
     """The file that the first start continued from was read before that; the job has written it anew."""
     path, newer, module = tmp_path / "last.ckpt", tmp_path / "newer", Beginning()
     for steps, file in ((2, path), (3, newer)):
-        train = trainer(tmp_path, max_steps=steps)
-        train.fit(Line(), loader())
-        train.save_checkpoint(file)
+        fitted(tmp_path, max_steps=steps).save_checkpoint(file)
     io = ReplacedWhenRead(newer, lambda: monkeypatch.setattr(restart, "_noted", RestartInfo(1, JOB)))
     trainer(tmp_path, max_steps=4, plugins=[io]).fit(module, loader(), ckpt_path=str(path))
     assert module.seen[0] == "3"
@@ -314,12 +286,10 @@ def test_a_restart_finds_what_replaced_its_checkpoint(
 def test_a_restart_finds_a_loggers_folder_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The logger need not write below the trainer's folder."""
     root, logs = tmp_path / "root", tmp_path / "logs"
-    fitted(root, logger=CSVLogger(logs), callbacks=ModelCheckpoint())
+    from_last(root, logger=CSVLogger(logs), callbacks=ModelCheckpoint())
     options = {"default_root_dir": root, "logger": CSVLogger(logs), "enable_checkpointing": True}
-    assert (
-        restarted(tmp_path, monkeypatch, **options)
-        == "logs/rankwise_logs/version_0/checkpoints/epoch=0-step=4.ckpt"
-    )
+    path = "logs/rankwise_logs/version_0/checkpoints/epoch=0-step=4.ckpt"
+    assert restarted(tmp_path, monkeypatch, **options) == path
 
 
 def test_a_restart_of_nobody_knows_which_job(
@@ -328,9 +298,7 @@ def test_a_restart_of_nobody_knows_which_job(
     """Without a job id training begins anew, and a warning names the remedy."""
     monkeypatch.setattr(restart, "_noted", RestartInfo(1, ""))
     stopped(tmp_path)
-    train = trainer(tmp_path)
-    train.fit(Line(), loader())
-    assert train.ckpt_path is None
+    assert fitted(tmp_path).ckpt_path is None
     assert "give torchrun a --rdzv-id" in caplog.text
 
 
@@ -357,53 +325,38 @@ class Lenient(Line):
 
 def test_strict_loading(tmp_path: Path) -> None:
     """A module may load weights of which some are missing or left over; a warning names them."""
-    train, path = trainer(tmp_path), tmp_path / "a.ckpt"
-    train.fit(Line(), loader())
-    train.save_checkpoint(path)
-    model = Lenient()
+    model, path = Lenient(), saved(tmp_path)
     with pytest.warns(UserWarning, match=r"Only the module has \['added.weight', 'added.bias'\]"):
         trainer(tmp_path).test(model, loader(), ckpt_path=path)
-    assert torch.equal(model.layer.weight, train.module.state_dict()["layer.weight"])
+    weights = torch.load(path, weights_only=True)["state_dict"]
+    assert torch.equal(model.layer.weight, weights["layer.weight"])
     with pytest.warns(UserWarning, match="different weights"):
         Lenient.load_from_checkpoint(path)
     with pytest.raises(CheckpointError, match="does not fit Lenient"):
         Lenient.load_from_checkpoint(path, strict=True)
 
 
-class Doubling(Line):
-    """Has lists in its checkpoints that hold the previous list twice."""
+class Own(Line):
+    """Has a value of its own in its checkpoints."""
+
+    value: Any = 1
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        value: list[Any] = [1]
-        for _ in range(60):
-            value = [value, value]
-        checkpoint["own"] = value
+        checkpoint["own"] = self.value
 
 
 @pytest.mark.parametrize("io", [TorchCheckpointIO(), AsyncCheckpointIO()])
 def test_values_at_too_many_places(tmp_path: Path, io: CheckpointIO) -> None:
-    """A checkpoint whose values are at 2^60 places is an error when it is saved, not a hang."""
-    train = trainer(tmp_path, plugins=io)
-    train.fit(Doubling(), loader())
+    """Values at 2^60 places, or in themselves, are an error when a checkpoint is saved, not a hang."""
+    model = Own()
+    train = fitted(tmp_path, model, plugins=io)
+    for _ in range(60):
+        model.value = [model.value, model.value]
     with pytest.raises(CheckpointError, match="cannot be written, as it holds values at"):
         train.save_checkpoint(tmp_path / "x.ckpt")
         io.teardown()
-
-
-def test_a_signal_while_weights_are_restored(tmp_path: Path) -> None:
-    """What the handler of a signal raises there is raised as it is."""
-
-    def stop(*_: object) -> None:
-        raise RuntimeError("from the handler")
-
-    class Signals(Line):
-        def load_state_dict(self, *args: Any, **options: Any) -> Any:
-            signal.raise_signal(signal.SIGUSR2)
-
-    train = fitted(tmp_path)
-    before = signal.signal(signal.SIGUSR2, stop)
-    try:
-        with pytest.raises(RuntimeError, match=r"^from the handler$"):
-            train.validate(Signals(), loader(), ckpt_path="best")
-    finally:
-        signal.signal(signal.SIGUSR2, before)
+    model.value = []
+    model.value.append(model.value)
+    with pytest.raises(CheckpointError, match=r"x\.ckpt.*could not be written: it contains itself"):
+        train.save_checkpoint(tmp_path / "x.ckpt")
+        io.teardown()

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from rankwise.callbacks import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, MonitoringCallback
 from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
 from rankwise.errors import CheckpointError, ConfigurationError, LifecycleError
-from tests.unit.trainer.helpers import Line, loader, trainer
+from tests.unit.trainer.helpers import Line, fitted, loader, saved, trainer
 
 
 class WithMomentum(Line):
@@ -25,34 +25,21 @@ class WithMomentum(Line):
         return [optimizer], [LambdaLR(optimizer, lambda epoch: 0.9**epoch)]
 
 
-def saved(folder: Path, model: Line, **options: Any) -> str:
-    """Train, save, and return the path."""
-    path = str(folder / "model.ckpt")
-    train = trainer(folder, **options)
-    train.fit(model, loader(), loader())
-    train.save_checkpoint(path)
-    return path
-
-
 def test_contents(tmp_path: Path) -> None:
-    """A checkpoint holds the position of training, in plain types."""
+    """A checkpoint holds the position of training, in plain types; frozen sets are saved as sets."""
     model = Line()
     nested = OrderedDict(widths=Counter({np.int64(1): np.int64(2)}), deep=(OrderedDict(a=[np.float32(0.5)]),))
     model.hparams = {"lr": 0.1, "data": Path("here"), "width": np.int64(3), "nested": nested}
+    model.hparams |= {"frozen": frozenset({1}), "paths": {Path("a")}}
     checkpoint = TorchCheckpointIO().load_checkpoint(saved(tmp_path, model))
     assert (checkpoint["epoch"], checkpoint["global_step"]) == (1, 4)
     assert list(checkpoint["state_dict"]) == ["layer.weight", "layer.bias"]
     assert checkpoint["state_dict"]._metadata.keys() == {"", "layer"}
     plain = OrderedDict(widths=Counter({1: 2}), deep=(OrderedDict(a=[0.5]),))
-    assert checkpoint["hyper_parameters"] == {"lr": 0.1, "data": "here", "width": 3, "nested": plain}
-
-
-def test_sets(tmp_path: Path) -> None:
-    """Sets of what is plain are saved, frozen ones as sets."""
-    model = Line()
-    model.hparams = {"frozen": frozenset({1}), "paths": {Path("a")}}
-    checkpoint = TorchCheckpointIO().load_checkpoint(saved(tmp_path, model))
-    assert checkpoint["hyper_parameters"] == {"frozen": {1}, "paths": {"a"}}
+    expected = {"lr": 0.1, "data": "here", "width": 3, "nested": plain, "frozen": {1}, "paths": {"a"}}
+    assert checkpoint["hyper_parameters"] == expected
+    (rank,) = checkpoint["ranks"]  # these keys stay, so that a fit continues from older checkpoints
+    assert list(rank["metrics"]) == ["callback_metrics", "logged_metrics", "_progress_bar_metrics"]
     model.hparams = {"nested": {frozenset({1})}}
     with pytest.raises(CheckpointError, match=r"\['nested'\]"):
         saved(tmp_path, model)
@@ -74,11 +61,7 @@ def test_hyper_parameters_that_could_not_be_loaded_are_refused_beforehand(
 
 
 class MakesThemPlain(Line):
-    """Has a date among its hyper parameters, and saves it as text."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hparams = {"until": dt.date(2020, 1, 2)}
+    """Saves its hyper parameters as text."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["hyper_parameters"] = {"until": "2020-01-02"}
@@ -109,24 +92,23 @@ def test_hyper_parameters_that_no_checkpoint_gets_may_be_anything(
     """They are accepted if nothing is saved, or if a hook makes them plain."""
     trained = model()
     trained.hparams = {"until": dt.date(2020, 1, 2)}
-    trainer(tmp_path, callbacks=callbacks, enable_checkpointing=bool(callbacks), **options).fit(
-        trained, loader()
-    )
+    fitted(tmp_path, trained, callbacks=callbacks, enable_checkpointing=bool(callbacks), **options)
     assert trained.seen
 
 
 class Records:
-    """Adds its name to `calls` in both checkpoint hooks."""
+    """Adds its name to `calls` and to the checkpoint, in both checkpoint hooks."""
 
     def __init__(self, name: str, calls: list[str]) -> None:
         self.name = name
         self.calls = calls
 
     def on_save_checkpoint(self, *arguments: Any) -> None:
+        arguments[-1][f"of {self.name}"] = self.name
         self.calls.append(f"{self.name} saves")
 
     def on_load_checkpoint(self, *arguments: Any) -> None:
-        self.calls.append(f"{self.name} loads")
+        self.calls.append(f"{arguments[-1][f'of {self.name}']} loads")
 
 
 class RecordingMonitor(Records, MonitoringCallback):
@@ -150,7 +132,10 @@ class RecordingLine(Records, Line):
 
 
 def test_order_of_checkpoint_hooks(tmp_path: Path) -> None:
-    """Callbacks come in their order; the module is last in saving, and first in loading."""
+    """Callbacks come in their order; the module is last in saving, and first in loading.
+
+    Each may add to a checkpoint, and read its part of it.
+    """
     calls: list[str] = []
     callbacks = [RecordingMonitor("first", calls), RecordingCallback("second", calls)]
     path = saved(tmp_path, RecordingLine(calls), callbacks=callbacks)
@@ -159,25 +144,10 @@ def test_order_of_checkpoint_hooks(tmp_path: Path) -> None:
     assert calls == [*(f"{name} saves" for name in saves), *(f"{name} loads" for name in loads)]
 
 
-class HoldsItself(Callback):
-    """Has a state that contains itself."""
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {}
-        state["own"] = [state]
-        return state
-
-
-def test_a_checkpoint_that_contains_itself(tmp_path: Path) -> None:
-    """The error has path and reason."""
-    with pytest.raises(CheckpointError, match=r"model\.ckpt.*could not be written: it contains itself"):
-        saved(tmp_path, Line(), callbacks=HoldsItself())
-
-
 def test_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
     """Two epochs, saved and resumed for two more, end with the weights of four."""
     whole, resumed = WithMomentum(), WithMomentum()
-    trainer(tmp_path, max_epochs=4).fit(whole, loader())
+    fitted(tmp_path, whole, max_epochs=4)
     path = saved(tmp_path, WithMomentum(), max_epochs=2)
     train = trainer(tmp_path, max_epochs=4)
     for _ in range(2):  # a run that has ended may start again from there
@@ -189,13 +159,9 @@ def test_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("which", ["last", "best"])
 def test_checkpoint_at_the_end_of_an_epoch(tmp_path: Path, which: str) -> None:
     """A checkpoint from the end of an epoch continues with the next epoch."""
-    whole = WithMomentum()
-    trainer(tmp_path, max_epochs=3).fit(whole, loader())
-    first = trainer(
-        tmp_path, max_epochs=2, enable_checkpointing=True, callbacks=ModelCheckpoint(tmp_path, save_last=True)
-    )
-    model = WithMomentum()
-    first.fit(model, loader())
+    whole, model, saving = WithMomentum(), WithMomentum(), ModelCheckpoint(tmp_path, save_last=True)
+    fitted(tmp_path, whole, max_epochs=3)
+    first = fitted(tmp_path, model, max_epochs=2, enable_checkpointing=True, callbacks=saving)
     first.max_epochs = 3
     first.fit(model, loader(), ckpt_path=which)
     assert torch.equal(model.layer.weight, whole.layer.weight)
@@ -203,28 +169,21 @@ def test_checkpoint_at_the_end_of_an_epoch(tmp_path: Path, which: str) -> None:
 
 def test_epoch_that_was_cut_short_goes_on(tmp_path: Path) -> None:
     """A checkpoint from within an epoch continues with that epoch's next batch."""
-    path = saved(tmp_path, Line(), max_steps=6, max_epochs=-1)
+    path = saved(tmp_path, max_steps=6, max_epochs=-1)
     train, model = trainer(tmp_path, max_epochs=2), Line()
     train.fit(model, loader(), ckpt_path=path)
     assert (train.current_epoch, train.global_step) == (2, 8)
     assert model.seen == ["train 2", "train 3"]
 
 
-def test_callbacks_are_restored(tmp_path: Path) -> None:
-    """A callback's state is restored."""
-    path = saved(tmp_path, Line(), callbacks=EarlyStopping("val_loss", patience=9))
-    stopping = EarlyStopping("val_loss", patience=9)
+def test_what_is_restored(tmp_path: Path) -> None:
+    """A callback's state is restored; an evaluation with `ckpt_path` uses the weights of the file."""
+    trained, stopping = Line(), EarlyStopping("loss", patience=9)
+    path, train = saved(tmp_path, trained, callbacks=EarlyStopping("loss", patience=9)), trainer(tmp_path)
     with pytest.warns(UserWarning, match="Nothing to train"):
         trainer(tmp_path, callbacks=stopping).fit(Line(), loader(), ckpt_path=path)
     assert stopping.best_score < float("inf")
-
-
-def test_evaluation_of_a_checkpoint(tmp_path: Path) -> None:
-    """Evaluating with ckpt_path uses the weights of the file."""
-    trained, fresh = Line(), Line()
-    path = saved(tmp_path, trained)
-    train = trainer(tmp_path)
-    assert train.test(fresh, loader(), ckpt_path=path) == train.test(trained, loader())
+    assert train.test(Line(), loader(), ckpt_path=path) == train.test(trained, loader())
     assert train.ckpt_path is None
 
 
@@ -250,9 +209,7 @@ def test_callbacks_in_an_evaluation(tmp_path: Path, stage: str) -> None:
     first = LambdaCallback(
         on_train_epoch_end=lambda runs, _: runs.current_epoch or runs.save_checkpoint(path)
     )
-    callbacks: list[Callback] = [first, counts, saving]
-    train = trainer(tmp_path, callbacks=callbacks, max_epochs=2, enable_checkpointing=True)
-    train.fit(Line(), loader())
+    train = fitted(tmp_path, callbacks=[first, counts, saving], max_epochs=2, enable_checkpointing=True)
     best = saving.best_model_path
     assert counts.count == 8
     getattr(train, stage)(Line(), loader(), ckpt_path=path)
@@ -260,73 +217,41 @@ def test_callbacks_in_an_evaluation(tmp_path: Path, stage: str) -> None:
     getattr(trainer(tmp_path), stage)(Line(), loader(), ckpt_path=path)
 
 
-def test_hooks_see_the_checkpoint(tmp_path: Path) -> None:
-    """A module may add to a checkpoint, and read its part of it."""
-
-    class Adding(Line):
-        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            checkpoint["extra"] = "mine"
-
-        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            self.seen.append(checkpoint["extra"])
-
-    path, model = saved(tmp_path, Adding()), Adding()
-    trainer(tmp_path).test(model, loader(), ckpt_path=path)
-    assert model.seen == ["mine"]
-
-
-def test_no_best(tmp_path: Path) -> None:
-    """Without a saved checkpoint there is no best one."""
+def test_what_does_not_exist(tmp_path: Path) -> None:
+    """There may be no best checkpoint, no file of a path, and before a fit nothing to save."""
     with pytest.raises(ConfigurationError, match='ckpt_path="best" finds no checkpoint'):
         trainer(tmp_path).test(Line(), loader(), ckpt_path="best")
-
-
-def test_no_last_yet(tmp_path: Path) -> None:
-    """With ckpt_path="last" the first run starts from scratch."""
-    saving = ModelCheckpoint(tmp_path, save_last=True)
-    for max_epochs in (1, 2):
-        train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True, max_epochs=max_epochs)
-        train.fit(Line(), loader(), ckpt_path="last")
-        assert train.global_step == 4 * max_epochs
-
-
-def test_missing_file(tmp_path: Path) -> None:
-    """A path that does not exist is an error before anything starts."""
     with pytest.raises(CheckpointError, match="does not exist"):
         trainer(tmp_path).fit(Line(), loader(), ckpt_path=tmp_path / "no.ckpt")
+    with pytest.raises(LifecycleError, match="save_checkpoint"):
+        trainer(tmp_path).save_checkpoint(tmp_path / "x.ckpt")
 
 
-def test_other_module(tmp_path: Path) -> None:
-    """Weights of another module are refused, naming what does not fit."""
+@pytest.mark.filterwarnings("ignore:Fixed.configure_optimizers")
+def test_other_modules_and_optimizers(tmp_path: Path) -> None:
+    """Weights of another module and optimizer states that do not fit are refused, naming what does not."""
 
     class Wider(Line):
         def __init__(self) -> None:
             super().__init__()
             self.layer = torch.nn.Linear(3, 1)
 
-    path = saved(tmp_path, Line())
-    with pytest.raises(CheckpointError, match=r"does not fit Wider: .*\n.*layer\.weight"):
-        trainer(tmp_path).test(Wider(), loader(), ckpt_path=path)
-
-
-@pytest.mark.filterwarnings("ignore:Fixed.configure_optimizers")
-def test_other_optimizer(tmp_path: Path) -> None:
-    """Optimizer states that do not fit are refused."""
-
     class Fixed(Line):
         def configure_optimizers(self) -> None:
             return None
 
-    path = saved(tmp_path, Line())
+    path = saved(tmp_path)
+    with pytest.raises(CheckpointError, match=r"does not fit Wider: .*\n.*layer\.weight"):
+        trainer(tmp_path).test(Wider(), loader(), ckpt_path=path)
     with pytest.raises(CheckpointError, match="does not fit the optimizers"):
         trainer(tmp_path).fit(Fixed(), loader(), ckpt_path=path)
 
 
-def test_a_signal_while_an_optimizer_is_loaded(tmp_path: Path) -> None:
-    """What the user's handler raises is no fault of the checkpoint."""
+def test_a_signal_while_a_state_is_loaded(tmp_path: Path) -> None:
+    """What the user's handler raises is no fault of the checkpoint, and raised as it is."""
 
-    def give_up(number: int, frame: Any) -> None:
-        raise ValueError("out of time")
+    def stop(*_: object) -> None:
+        raise ValueError("from the handler")
 
     class Interrupted(torch.optim.SGD):
         def load_state_dict(self, state_dict: Any) -> None:
@@ -336,14 +261,19 @@ def test_a_signal_while_an_optimizer_is_loaded(tmp_path: Path) -> None:
         def configure_optimizers(self) -> Any:
             return Interrupted(self.parameters(), lr=0.1)
 
-    path = saved(tmp_path, Line())
-    before = signal.signal(signal.SIGALRM, give_up)
+    class Signals(Line):
+        def load_state_dict(self, *args: Any, **options: Any) -> Any:
+            signal.raise_signal(signal.SIGALRM)
+
+    path, train = saved(tmp_path), trainer(tmp_path)
+    before = signal.signal(signal.SIGALRM, stop)
     try:
-        with pytest.raises(ValueError, match="out of time") as caught:
-            trainer(tmp_path).fit(Loading(), loader(), ckpt_path=path)
+        for run, model in ((train.fit, Loading()), (train.validate, Signals())):
+            with pytest.raises(ValueError, match=r"^from the handler$") as caught:
+                run(model, loader(), ckpt_path=path)
+            assert type(caught.value) is ValueError
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert type(caught.value) is ValueError
 
 
 @pytest.mark.parametrize(
@@ -356,16 +286,3 @@ def test_files_of_other_programs(tmp_path: Path, contents: dict[str, Any], probl
     TorchCheckpointIO().save_checkpoint(contents, path)
     with pytest.raises(CheckpointError, match=problem):
         trainer(tmp_path).fit(Line(), loader(), ckpt_path=path)
-
-
-def test_nothing_to_save(tmp_path: Path) -> None:
-    """Before a fit there is nothing to save."""
-    with pytest.raises(LifecycleError, match="save_checkpoint"):
-        trainer(tmp_path).save_checkpoint(tmp_path / "x.ckpt")
-
-
-def test_keys_of_the_metrics(tmp_path: Path) -> None:
-    """The keys are the same in every version, so that a fit continues from older checkpoints."""
-    checkpoint = TorchCheckpointIO().load_checkpoint(saved(tmp_path, Line()))
-    (rank,) = checkpoint["ranks"]
-    assert list(rank["metrics"]) == ["callback_metrics", "logged_metrics", "_progress_bar_metrics"]

@@ -24,7 +24,15 @@ from rankwise.strategies.data_split import agree_on_loaders, fingerprint_of_load
 from rankwise.trainer.consistency import fingerprint_of_checkpoint
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
 from tests.process.training_tasks import quiet_trainer
-from tests.unit.trainer.helpers import Line, WithSecondRank, loader, samples, trainer, with_second_rank
+from tests.unit.trainer.helpers import (
+    Line,
+    WithSecondRank,
+    fitted,
+    loader,
+    samples,
+    trainer,
+    with_second_rank,
+)
 
 
 def another(digest: torch.Tensor) -> torch.Tensor:
@@ -67,15 +75,13 @@ def test_every_difference_is_named_and_grouped() -> None:
 
 
 def test_ranks_are_grouped() -> None:
-    """Ranks are grouped by value; the order is compared if the parameters are the same."""
+    """Ranks are grouped by value; the order is compared if the parameters are the same.
+
+    Lazy parameters, which have no shape, can be compared as well.
+    """
     facts = [{"the order of the parameters": order} for order in ("a, b", "b, a", "a, b", "b, a")]
-    assert differences(dict(enumerate(facts))) == {
-        "the order of the parameters": {"a, b": (0, 2), "b, a": (1, 3)}
-    }
-
-
-def test_a_lazy_parameter_has_no_shape() -> None:
-    """A module whose layers are not initialised yet can be compared as well."""
+    found = differences(dict(enumerate(facts)))
+    assert found == {"the order of the parameters": {"a, b": (0, 2), "b, a": (1, 3)}}
     sent: list[Any] = []
 
     def other(mine: Any) -> Any:
@@ -107,38 +113,29 @@ def test_rank_zeros_generator_decides_the_order(tmp_path: Path) -> None:
     fact = fingerprint_of_loaders("training", [own], True)["the training loader"]
     assert fact == "8 samples, 8 batches, in the order of its own generator"
     strategy = trainer(tmp_path).strategy
-    loaders = [own, loader()]
-    assert agree_on_loaders(strategy, "training", loaders, default=7, is_split_here=True) == [
-        order_seed(own),
-        7,
-    ]
-    assert agree_on_loaders(strategy, "training", loaders, default=7, is_split_here=False) == [7, 7]
-
-
-def test_what_is_compared_of_a_checkpoint() -> None:
-    """Position, seed and id of the run; a file of another program has none of them."""
-    assert fingerprint_of_checkpoint(None) == {"the checkpoint": "none"}
-    found = fingerprint_of_checkpoint(
-        {"global_step": 4, "epoch": 1, "seed": 7, "run_id": "", "state_dict": {}}
-    )
-    assert found == {"the checkpoint": "global_step 4, epoch 1, seed 7, run_id "}
-    assert fingerprint_of_checkpoint({"state_dict": {}})["the checkpoint"].startswith("global_step None")
+    for is_split, seeds in ((True, [order_seed(own), 7]), (False, [7, 7])):
+        agreed = agree_on_loaders(strategy, "training", [own, loader()], default=7, is_split_here=is_split)
+        assert agreed == seeds
 
 
 def test_ranks_that_do_not_find_the_same_checkpoint(tmp_path: Path) -> None:
-    """With local disks "last" may exist on one node only; such a fit is refused."""
+    """With local disks "last" may exist on one node only: position, seed and id of the run are compared."""
 
     def other(mine: Any) -> Any:
         if mine is None:  # no error
             return None
         return another(mine) if isinstance(mine, torch.Tensor) else fingerprint_of_checkpoint(None)
 
-    alone = trainer(tmp_path)
-    alone.fit(Line(), loader())
-    alone.save_checkpoint(tmp_path / "last.ckpt")
+    fitted(tmp_path).save_checkpoint(tmp_path / "last.ckpt")
     train = trainer(tmp_path, strategy=WithSecondRank(other), devices=2)
     with pytest.raises(RankMismatchError, match=r"global_step 4, .* on global_rank 0; none on global_rank 1"):
         train.fit(Line(), loader(), ckpt_path="last")
+    contents = {"global_step": 4, "epoch": 1, "seed": 7, "run_id": "", "state_dict": {}}
+    found = fingerprint_of_checkpoint(contents)
+    assert found == {"the checkpoint": "global_step 4, epoch 1, seed 7, run_id "}
+    assert fingerprint_of_checkpoint(None) == {"the checkpoint": "none"}
+    other_programs = fingerprint_of_checkpoint({"state_dict": {}})
+    assert other_programs["the checkpoint"].startswith("global_step None")
 
 
 @pytest.mark.parametrize("is_nested", [False, True])
@@ -173,11 +170,7 @@ def test_loaders_that_are_dealt_out_have_one_length() -> None:
     assert fingerprint_of_loaders("prediction", [Unsized(data)], True)["the prediction loader"] == (
         "10 samples, inf batches"
     )
-
-
-def test_long_loaders_are_compared_exactly() -> None:
-    """Lengths of over a million batches count to the last one."""
-    loaders: list[DataLoader[Any]] = [DataLoader(range(length)) for length in (1_000_001, 1_000_002)]  # type: ignore[arg-type]
-    first, second = (fingerprint_of_loaders("training", [loader], True) for loader in loaders)
-    assert first != second
-    assert first["the training loader"] == "1000001 samples, 1000001 batches"
+    for length in (1_000_001, 1_000_002):  # counted to the last batch
+        long: DataLoader[Any] = DataLoader(range(length))  # type: ignore[arg-type]
+        found = fingerprint_of_loaders("training", [long], True)["the training loader"]
+        assert found == f"{length} samples, {length} batches"

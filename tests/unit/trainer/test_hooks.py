@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from rankwise import DataModule, TrainingModule
-from rankwise.callbacks import Callback
+from rankwise.callbacks import Callback, ModelCheckpoint
 from rankwise.errors import ConfigurationError
 from rankwise.trainer import hooks
-from tests.unit.trainer.helpers import Line, loader, trainer
+from tests.unit.trainer.helpers import Line, fitted, loader, trainer
 
 NAMES = ["configure_sharded_model", "training_step_end", "training_epoch_end", "on_hpc_save"]
 OWNERS = {"module": TrainingModule, "callback": Callback, "datamodule": DataModule}
@@ -22,13 +21,6 @@ OWNERS = {"module": TrainingModule, "callback": Callback, "datamodule": DataModu
 def with_hook(base: type[Any], name: str) -> Any:
     """Return an instance of a subclass that defines a method of this name."""
     return type(f"With{base.__name__}", (base,), {name: lambda self, *arguments: None})()
-
-
-class Evaluated(Line):
-    """Has a test step, too."""
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        pass
 
 
 # ------------------------------------------------------------------ the table
@@ -47,16 +39,11 @@ def test_the_table_has_the_arguments_of_the_methods(hook: hooks.Hook) -> None:
 
 @pytest.mark.parametrize("owner", list(OWNERS))
 def test_the_table_is_complete(owner: hooks.Owner) -> None:
-    """Every method `on_...` of the classes is in the table, and every hook is there once."""
+    """Every method `on_...` of the classes is in the table, and every hook is there once; none is refused."""
     names = [hook.name for hook in hooks.HOOKS]
     own = {hook.name for hook in hooks.HOOKS if owner in hook.owners}
     assert len(names) == len(set(names))
     assert {name for name in dir(OWNERS[owner]) if name.startswith("on_")} <= own
-
-
-@pytest.mark.parametrize("owner", list(OWNERS))
-def test_hooks_that_exist_are_not_refused(owner: hooks.Owner) -> None:
-    """No name of the tables is one of the base class."""
     assert not [name for name in hooks.REFUSED[owner] if name in dir(OWNERS[owner])]
 
 
@@ -67,82 +54,65 @@ def test_hooks_that_exist_are_not_refused(owner: hooks.Owner) -> None:
 @pytest.mark.parametrize("stage", ["fit", "test"])
 def test_of_modules(tmp_path: Path, name: str, stage: str) -> None:
     """The error names the method and what to write instead; every stage raises it."""
-    model = with_hook(Evaluated, name)
-    expected = rf"WithEvaluated\.{name}\(\) would never be called"
+    expected = rf"WithLine\.{name}\(\) would never be called"
     with pytest.raises(ConfigurationError, match=expected) as caught:
-        getattr(trainer(tmp_path), stage)(model, loader())
+        getattr(trainer(tmp_path), stage)(with_hook(Line, name), loader())
     assert hooks.REFUSED["module"][name] in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["on_after_batch_transfer", "on_validation_model_eval", "on_batch_end"])
 def test_of_callbacks(tmp_path: Path, name: str) -> None:
     """Callbacks are checked as modules are; so are hooks that only modules have."""
-    train = trainer(tmp_path, callbacks=with_hook(Callback, name))
     with pytest.raises(ConfigurationError, match=rf"WithCallback\.{name}\(\) would never be called"):
-        train.fit(Line(), loader())
+        fitted(tmp_path, callbacks=with_hook(Callback, name))
 
 
 def test_of_instances(tmp_path: Path) -> None:
-    """A function that is assigned is a hook, too; a submodule of that name is none."""
+    """A function that is assigned is a hook, too; a submodule of that name is none, and hides no other."""
     model, callback = Line(), Callback()
     model.tbptt_split_batch = nn.Identity()
-    trainer(tmp_path, callbacks=callback).fit(model, loader())
+    fitted(tmp_path, model, callbacks=callback)
     for owner, name in ((callback, "on_init_end"), (model, "on_epoch_end")):
         owner.__dict__[name] = lambda *_: None
         with pytest.raises(ConfigurationError, match=rf"{type(owner).__name__}\.{name}\(\) would never"):
-            trainer(tmp_path, callbacks=callback).fit(model, loader())
+            fitted(tmp_path, model, callbacks=callback)
         del owner.__dict__[name]
-
-
-def test_a_submodule_that_a_hook_hides(tmp_path: Path) -> None:
-    """`self.backward` would be the hook, whatever was assigned."""
-    model = Line()
-    model.add_module("backward_", nn.Identity())
-    model._modules["backward"] = model._modules.pop("backward_")
+    model._modules["backward"] = model._modules.pop("tbptt_split_batch")  # `self.backward` would be the hook
     with pytest.raises(ConfigurationError, match="submodule with the name of a hook: 'backward'"):
-        trainer(tmp_path).fit(model, loader())
+        fitted(tmp_path, model)
 
 
-AUTOMATIC = [hook.name for hook in hooks.HOOKS if hook.is_automatic]
-
-
-@pytest.mark.parametrize("name", AUTOMATIC)
+@pytest.mark.parametrize("name", [hook.name for hook in hooks.HOOKS if hook.is_automatic])
 def test_of_modules_that_optimise_manually(tmp_path: Path, name: str) -> None:
     """Hooks of automatic optimisation would not be called there."""
     model = with_hook(Line, name)
     model.automatic_optimization = False
     with pytest.raises(ConfigurationError, match=rf"{name}\(\) would never be called: WithLine optimises"):
-        trainer(tmp_path).fit(model, loader())
-
-
-def test_an_iterator_in_place_of_a_batch(tmp_path: Path) -> None:
-    """A step that takes `dataloader_iter`, as in Lightning, would get a batch instead: it is refused."""
-
-    class Reading(Line):
-        def training_step(self, dataloader_iter):  # type: ignore[no-untyped-def, override]
-            return next(dataloader_iter)
-
-    with pytest.raises(ConfigurationError, match=r"Reading\.training_step\(\) takes dataloader_iter"):
-        trainer(tmp_path).fit(Reading(), loader())
+        fitted(tmp_path, model)
 
 
 def test_arguments_of_an_older_lightning(tmp_path: Path) -> None:
-    """A method that takes other arguments is refused, with those that it would get."""
+    """A method that takes other arguments is refused, with those that it would get; so is an iterator."""
 
     class Older(Line):
         def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_idx, closure):  # type: ignore[no-untyped-def, override]
             pass
 
-    with pytest.raises(ConfigurationError, match=r"Older\.optimizer_step\(\) cannot be called") as caught:
-        trainer(tmp_path).fit(Older(), loader())
-    assert "(epoch, batch_idx, optimizer, optimizer_closure)" in str(caught.value)
-
     class Short(Callback):
         def on_train_batch_end(self, trainer, module):  # type: ignore[no-untyped-def, override]
             pass
 
+    class Reading(Line):
+        def training_step(self, dataloader_iter):  # type: ignore[no-untyped-def, override]
+            return next(dataloader_iter)  # would get a batch
+
+    with pytest.raises(ConfigurationError, match=r"Older\.optimizer_step\(\) cannot be called") as caught:
+        fitted(tmp_path, Older())
+    assert "(epoch, batch_idx, optimizer, optimizer_closure)" in str(caught.value)
     with pytest.raises(ConfigurationError, match=r"Short\.on_train_batch_end\(\) cannot be called"):
-        trainer(tmp_path, callbacks=Short()).fit(Line(), loader())
+        fitted(tmp_path, callbacks=Short())
+    with pytest.raises(ConfigurationError, match=r"Reading\.training_step\(\) takes dataloader_iter"):
+        fitted(tmp_path, Reading())
 
 
 # ------------------------------------------------------------------ steps
@@ -199,26 +169,13 @@ def test_a_step_that_is_assigned(tmp_path: Path) -> None:
 
 
 def test_dataloader_idx(tmp_path: Path) -> None:
-    """One loader: a step that requires the argument gets 0. Several: it is needed."""
-
-    class Numbered(Line):
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:  # type: ignore[override]
-            self.seen.append(f"{dataloader_idx} {batch_idx}")
-
-    model = Numbered()
-    trainer(tmp_path).validate(model, loader(2))
-    trainer(tmp_path).validate(model, [loader(2), loader(2)])
-    assert model.seen == ["0 0", "0 0", "1 0"]
-    loaders: list[DataLoader[Any]] = [loader(2), loader(2)]
-    with pytest.raises(ConfigurationError, match=r"Line\.validation_step\(\) does not take the number"):
-        trainer(tmp_path).validate(Line(), loaders)
-
-
-def test_dataloader_idx_of_hooks(tmp_path: Path) -> None:
-    """A hook that requires the argument gets 0 with one loader; one that does not take it gets none."""
+    """One loader: steps and hooks that require the argument get 0. Several: a step needs to take it."""
     seen: list[tuple[str, int]] = []
 
     class Numbered(Line):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:  # type: ignore[override]
+            seen.append(("step", dataloader_idx))
+
         def on_validation_batch_end(  # type: ignore[override]
             self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int
         ) -> None:
@@ -227,20 +184,22 @@ def test_dataloader_idx_of_hooks(tmp_path: Path) -> None:
         def on_validation_batch_start(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
             seen.append(("short", batch_idx))
 
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            pass
-
     class Counting(Callback):
         def on_validation_batch_end(  # type: ignore[override]
             self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int
         ) -> None:
             seen.append(("callback", dataloader_idx))
 
-    trainer(tmp_path, callbacks=Counting()).validate(Numbered(), loader(2))
-    assert seen == [("short", 0), ("callback", 0), ("module", 0)]
-    seen.clear()
-    trainer(tmp_path, callbacks=Counting()).validate(Numbered(), [loader(2), loader(2)])
-    assert seen[3:] == [("short", 0), ("callback", 1), ("module", 1)]
+    train, loaders = trainer(tmp_path, callbacks=Counting()), [loader(2), loader(2)]
+    expected = [
+        [("short", 0), *((name, number) for name in ("step", "callback", "module"))] for number in (0, 1)
+    ]
+    train.validate(Numbered(), loader(2))
+    assert seen == expected[0]
+    train.validate(Numbered(), loaders)
+    assert seen == [*expected[0], *expected[0], *expected[1]]
+    with pytest.raises(ConfigurationError, match=r"Line\.validation_step\(\) does not take the number"):
+        trainer(tmp_path).validate(Line(), loaders)
 
 
 # ------------------------------------------------------------------ callbacks of the module
@@ -267,11 +226,8 @@ def test_configure_callbacks(tmp_path: Path) -> None:
             self.seen.append("configured")
             return [Derived(), Callback()][: self.seen.count("configured")]
 
-    other, train, model = (
-        Callback(),
-        trainer(tmp_path, callbacks=[Own()], enable_checkpointing=True),
-        Configuring(),
-    )
+    other, model = Callback(), Configuring()
+    train = trainer(tmp_path, callbacks=[Own()], enable_checkpointing=True)
     train.callbacks.insert(0, other)
     train.fit(model, loader())
     train.test(model, loader())
@@ -281,31 +237,20 @@ def test_configure_callbacks(tmp_path: Path) -> None:
     assert vars(train.callbacks[1])["fits"] == 1  # the test has not replaced it
 
 
-def test_configured_callbacks_are_checked(tmp_path: Path) -> None:
-    """As the trainer's own are."""
-    model = Line()
+def test_checks_of_configured_callbacks(tmp_path: Path) -> None:
+    """They are those of the trainer's own. A `ModelCheckpoint` is the only one; `fast_dev_run` has none."""
+    model, saving = Line(), ModelCheckpoint(dirpath=tmp_path)
+    stateful = type("Stateful", (Own,), {"state_dict": lambda self: {}})
     model.configure_callbacks = lambda: with_hook(Callback, "on_batch_end")  # type: ignore[method-assign]
     with pytest.raises(ConfigurationError, match=r"WithCallback\.on_batch_end"):
-        trainer(tmp_path).fit(model, loader())
-    stateful = type("Stateful", (Own,), {"state_dict": lambda self: {}})
+        fitted(tmp_path, model)
     model.configure_callbacks = lambda: [stateful(), stateful()]  # type: ignore[method-assign]
     with pytest.raises(ConfigurationError, match="Stateful"):
-        trainer(tmp_path).fit(model, loader())
-
-
-def test_one_configured_callback_replaces_the_default_of_its_class(tmp_path: Path) -> None:
-    """A `ModelCheckpoint` of the module is the only one; a `fast_dev_run` has none."""
-    from rankwise.callbacks import ModelCheckpoint
-
-    own, model = ModelCheckpoint(dirpath=tmp_path), Line()
-    model.configure_callbacks = lambda: own  # type: ignore[method-assign]
-    train = trainer(tmp_path, enable_checkpointing=True)
-    train.fit(model, loader())
-    assert train.callbacks == [own]
+        fitted(tmp_path, model)
+    model.configure_callbacks = lambda: saving  # type: ignore[method-assign]
+    assert fitted(tmp_path, model, enable_checkpointing=True).callbacks == [saving]
     model._trainer = None
-    dev = trainer(tmp_path, enable_checkpointing=True, fast_dev_run=True)
-    dev.fit(model, loader())
-    assert dev.callbacks == []
+    assert fitted(tmp_path, model, enable_checkpointing=True, fast_dev_run=True).callbacks == []
 
 
 @pytest.mark.parametrize("num_batches", [1, 4])

@@ -2,11 +2,11 @@
 
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections import UserList
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, overload
+from typing import Any
 
 import pytest
 import torch
@@ -19,71 +19,26 @@ from rankwise.errors import ConfigurationError, InvalidArgumentError
 from rankwise.loggers import CSVLogger, Logger
 from rankwise.trainer import Trainer
 from rankwise.trainer.loops import validation
-from tests.unit.trainer.helpers import Line, loader, samples, trainer
+from tests.unit.trainer.helpers import Line, fitted, loader, trainer
 
 # The parameters of lightning.pytorch.Trainer.__init__ of version 2.6, and their defaults.
 LIGHTNING_DEFAULTS: dict[str, Any] = {
-    "accelerator": "auto",
-    "strategy": "auto",
-    "devices": "auto",
-    "num_nodes": 1,
-    "precision": None,
-    "logger": None,
-    "callbacks": None,
-    "fast_dev_run": False,
-    "max_epochs": None,
-    "min_epochs": None,
+    **dict.fromkeys(("accelerator", "strategy", "devices"), "auto"),
+    **dict.fromkeys(("num_nodes", "check_val_every_n_epoch", "accumulate_grad_batches"), 1),
+    **dict.fromkeys(
+        ("precision", "logger", "callbacks", "max_epochs", "min_epochs", "min_steps", "max_time")
+    ),
+    **dict.fromkeys(f"limit_{phase}_batches" for phase in ("train", "val", "test", "predict")),
+    **dict.fromkeys(("val_check_interval", "num_sanity_val_steps", "log_every_n_steps")),
+    **dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary")),
+    **dict.fromkeys(("gradient_clip_val", "gradient_clip_algorithm", "deterministic", "benchmark")),
+    **dict.fromkeys(("profiler", "plugins", "default_root_dir", "model_registry")),
+    **dict.fromkeys(("fast_dev_run", "detect_anomaly", "barebones", "sync_batchnorm"), False),
+    **dict.fromkeys(("inference_mode", "use_distributed_sampler", "enable_autolog_hparams"), True),
     "max_steps": -1,
-    "min_steps": None,
-    "max_time": None,
-    "limit_train_batches": None,
-    "limit_val_batches": None,
-    "limit_test_batches": None,
-    "limit_predict_batches": None,
     "overfit_batches": 0.0,
-    "val_check_interval": None,
-    "check_val_every_n_epoch": 1,
-    "num_sanity_val_steps": None,
-    "log_every_n_steps": None,
-    "enable_checkpointing": None,
-    "enable_progress_bar": None,
-    "enable_model_summary": None,
-    "accumulate_grad_batches": 1,
-    "gradient_clip_val": None,
-    "gradient_clip_algorithm": None,
-    "deterministic": None,
-    "benchmark": None,
-    "inference_mode": True,
-    "use_distributed_sampler": True,
-    "profiler": None,
-    "detect_anomaly": False,
-    "barebones": False,
-    "plugins": None,
-    "sync_batchnorm": False,
     "reload_dataloaders_every_n_epochs": 0,
-    "default_root_dir": None,
-    "enable_autolog_hparams": True,
-    "model_registry": None,
 }
-
-
-class Items(Sequence[Any]):
-    """A sequence that is no list, as a configuration library's lists are."""
-
-    def __init__(self, *items: Any) -> None:
-        self._items = items
-
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Any]: ...
-    @override
-    def __getitem__(self, index: Any) -> Any:
-        return self._items[index]
-
-    @override
-    def __len__(self) -> int:
-        return len(self._items)
 
 
 @pytest.mark.parametrize("name", LIGHTNING_DEFAULTS)
@@ -92,17 +47,13 @@ def test_a_default_of_lightnings(tmp_path: Path, name: str) -> None:
     trainer(tmp_path, **{name: LIGHTNING_DEFAULTS[name]})
 
 
-def test_all_defaults_of_lightnings_together() -> None:
-    """They do not contradict each other."""
-    train = Trainer(**LIGHTNING_DEFAULTS)
-    assert (train.limit_train_batches, train.log_every_n_steps, train.deterministic) == (1.0, 50, False)
-
-
 def test_the_defaults_are_lightnings() -> None:
-    """Ours are the same, but for those whose difference is documented."""
+    """Ours are the same, but for those whose difference is documented; together they do not contradict."""
     own = inspect.signature(Trainer).parameters
     others = {name for name, default in LIGHTNING_DEFAULTS.items() if own[name].default != default}
     assert others == {"num_nodes", "num_sanity_val_steps", "enable_model_summary"}
+    train = Trainer(**LIGHTNING_DEFAULTS)
+    assert (train.limit_train_batches, train.log_every_n_steps, train.deterministic) == (1.0, 50, False)
 
 
 @pytest.mark.parametrize(
@@ -118,9 +69,8 @@ def test_a_value_without_effect_is_refused(tmp_path: Path, name: str, value: Any
 def test_sequences_that_are_no_lists(tmp_path: Path) -> None:
     """Callbacks, loggers, plugins and devices may be in any sequence."""
     callback, logger = Callback(), CSVLogger(tmp_path)
-    train = trainer(
-        tmp_path, callbacks=Items(callback), logger=Items(logger), plugins=Items("local"), devices=Items(0)
-    )
+    options = {"callbacks": callback, "logger": logger, "plugins": "local", "devices": 0}
+    train = trainer(tmp_path, **{name: UserList([value]) for name, value in options.items()})
     assert (train.callbacks, train.loggers) == ([callback], [logger])
     assert train.strategy.environment.name == "local"
 
@@ -148,9 +98,7 @@ class StopsAtOnce(Callback):
 )
 def test_min_steps(tmp_path: Path, options: dict[str, Any], steps: int) -> None:
     """Training goes on until `min_steps` and `min_epochs` are done."""
-    train = trainer(tmp_path, callbacks=StopsAtOnce(), max_epochs=3, **options)
-    train.fit(Line(), loader())
-    assert train.global_step == steps
+    assert fitted(tmp_path, callbacks=StopsAtOnce(), max_epochs=3, **options).global_step == steps
 
 
 class SeesSamples(Line):
@@ -180,23 +128,19 @@ class SeesSamples(Line):
 
 
 def test_overfit_batches(tmp_path: Path) -> None:
-    """Each epoch has the first batches of the data, in their order; a warning says so."""
+    """Each epoch has the first batches of the data, in their order; a warning says so.
+
+    A fraction is one of each loader; nothing is said where nothing changes. A sampler that selects samples
+    stays, and a warning says that its batches may differ.
+    """
     model, train = SeesSamples(), trainer(tmp_path, overfit_batches=2, max_epochs=2)
     with pytest.warns(UserWarning, match="training data in their order, without shuffling"):
         train.fit(model, loader(shuffle=True), loader())
     assert model.samples == [[0, 1], [2, 3], [0, 1], [2, 3]] * 2
     assert train.num_training_batches == 2
-
-
-def test_overfit_batches_as_a_fraction(tmp_path: Path) -> None:
-    """A fraction is one of each loader; nothing is said where nothing changes."""
     model = SeesSamples()
     trainer(tmp_path, overfit_batches=0.25).fit(model, loader(), loader())
     assert model.samples == [[0, 1]] * 2
-
-
-def test_overfit_batches_with_a_sampler(tmp_path: Path) -> None:
-    """A sampler that selects samples stays, and a warning says that its batches may differ."""
     sampler = WeightedRandomSampler([1.0] * 8, 8)
     with pytest.warns(UserWarning, match="overfit_batches keeps WeightedRandomSampler"):
         trainer(tmp_path, overfit_batches=1).fit(Line(), loader(sampler=sampler))
@@ -229,7 +173,7 @@ def test_detect_anomaly(tmp_path: Path) -> None:
     ):
         trainer(tmp_path, detect_anomaly=True).fit(DividesByZero(), loader())
     assert not torch.is_anomaly_enabled()
-    trainer(tmp_path).fit(DividesByZero(), loader())
+    fitted(tmp_path, DividesByZero())
 
 
 class Logs(Logger):
@@ -259,62 +203,56 @@ class WithHyperparameters(Line):
 def test_enable_autolog_hparams(tmp_path: Path, is_on: bool) -> None:
     """Without it loggers do not get the hyperparameters."""
     logger = Logs()
-    trainer(tmp_path, logger=logger, enable_autolog_hparams=is_on).fit(WithHyperparameters(), loader())
+    fitted(tmp_path, WithHyperparameters(), logger=logger, enable_autolog_hparams=is_on)
     assert logger.hyperparameters == [{"lr": 0.1}] * is_on
-
-
-def barebones(folder: Path, **options: Any) -> Trainer:
-    """Return a trainer with `barebones`."""
-    with pytest.warns(UserWarning, match=r"self\.log\(\) has no effect"):
-        return Trainer(accelerator="cpu", devices=1, max_epochs=1, default_root_dir=folder, barebones=True)
 
 
 def test_barebones(tmp_path: Path) -> None:
     """Nothing is logged, saved or shown; training is the same."""
-    train, plain = barebones(tmp_path), trainer(tmp_path)
+    with pytest.warns(UserWarning, match=r"self\.log\(\) has no effect"):
+        train = Trainer(accelerator="cpu", devices=1, max_epochs=1, default_root_dir=tmp_path, barebones=True)
     assert (train.barebones, train.callbacks, train.loggers) == (True, [], [])
     model, expected = Line(), Line()
     train.fit(model, loader())
-    plain.fit(expected, loader())
+    plain = fitted(tmp_path, expected)
     assert torch.equal(model.layer.weight, expected.layer.weight)
     assert (train.callback_metrics, "loss" in plain.callback_metrics) == ({}, True)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    "option",
+    ("name", "value"),
     [
-        {"logger": True},
-        {"enable_checkpointing": True},
-        {"enable_progress_bar": True},
-        {"enable_model_summary": True},
-        {"log_every_n_steps": 1},
-        {"fast_dev_run": True},
-        {"detect_anomaly": True},
-        {"callbacks": ModelCheckpoint()},
+        *(("logger", True), ("enable_checkpointing", True), ("enable_progress_bar", True)),
+        *(("enable_model_summary", True), ("log_every_n_steps", 1), ("fast_dev_run", True)),
+        *(("detect_anomaly", True), ("callbacks", ModelCheckpoint())),
     ],
 )
-def test_barebones_with_what_it_switches_off(option: dict[str, Any]) -> None:
+def test_barebones_with_what_it_switches_off(name: str, value: Any) -> None:
     """That is a contradiction."""
     with warnings.catch_warnings(), pytest.raises(ConfigurationError):
         warnings.simplefilter("ignore")
-        Trainer(barebones=True, accelerator="cpu", devices=1, **option)
+        Trainer(barebones=True, accelerator="cpu", devices=1, **{name: value})
+
+
+def batches_and_validations(folder: Path, **options: Any) -> str:
+    """Return the numbers of the batches of a fit, and V for each validation."""
+    model = Line()
+    trainer(folder, **options).fit(model, loader(), loader(count=2))
+    return " ".join(name[-1] if name.startswith("train") else "V" for name in model.seen)
 
 
 @pytest.mark.parametrize(
     ("interval", "expected"),
     [
-        (3, ["t0", "t1", "t2", "V", "t3", "t0", "t1", "V", "t2", "t3", "t0", "V", "t1", "t2", "t3", "V"]),
-        (10, [*["t0", "t1", "t2", "t3"] * 2, "t0", "t1", "V", "t2", "t3"]),
+        (3, "0 1 2 V 3 0 1 V 2 3 0 V 1 2 3 V"),
+        (10, "0 1 2 3 0 1 2 3 0 1 V 2 3"),
     ],
 )
-def test_validation_counted_over_epochs(tmp_path: Path, interval: int, expected: list[str]) -> None:
+def test_validation_counted_over_epochs(tmp_path: Path, interval: int, expected: str) -> None:
     """With `check_val_every_n_epoch=None` the batches of all epochs count, also more than an epoch has."""
-    model = Line()
-    train = trainer(tmp_path, max_epochs=3, check_val_every_n_epoch=None, val_check_interval=interval)
-    train.fit(model, loader(), loader(count=2))
-    names = [f"t{name[-1]}" if name.startswith("train") else "V" for name in model.seen]
-    assert names == expected
+    options = {"check_val_every_n_epoch": None, "val_check_interval": interval}
+    assert batches_and_validations(tmp_path, max_epochs=3, **options) == expected
 
 
 def test_validation_counted_over_epochs_continues(tmp_path: Path) -> None:
@@ -328,28 +266,20 @@ def test_validation_counted_over_epochs_continues(tmp_path: Path) -> None:
     assert model.seen == ["train 0", "train 1", "validate 0", "train 2", "train 3"]
 
 
-def test_no_samples_are_missing() -> None:
-    """The helper's numbers of samples are those that `SeesSamples` notes."""
-    data = samples()
-    assert [round(float(data[number][0][0]) * 8) for number in range(8)] == list(range(8))
-
-
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("interval", "options", "expected"),
     [
-        ({"val_check_interval": timedelta(0)}, ["t0", "V", "t1", "V", "t2", "V", "t3", "V"] * 2),
-        ({"val_check_interval": {"hours": 2}}, ["t0", "t1", "t2", "t3"] * 2),
-        (
-            {"val_check_interval": "00:00:00:00", "accumulate_grad_batches": 3, "check_val_every_n_epoch": 2},
-            ["t0", "t1", "t2", "t3", "t0", "t1", "t2", "V", "t3", "V"],
-        ),
+        (timedelta(0), {}, "0 V 1 V 2 V 3 V 0 V 1 V 2 V 3 V"),
+        ({"hours": 2}, {}, "0 1 2 3 0 1 2 3"),
+        ("00:00:00:00", {"accumulate_grad_batches": 3, "check_val_every_n_epoch": 2}, "0 1 2 3 0 1 2 V 3 V"),
     ],
 )
-def test_validation_after_a_time(tmp_path: Path, options: dict[str, Any], expected: list[str]) -> None:
+def test_validation_after_a_time(
+    tmp_path: Path, interval: Any, options: dict[str, Any], expected: str
+) -> None:
     """It comes where a window ends and the time has passed, in the epochs that are validated at all."""
-    model = Line()
-    trainer(tmp_path, max_epochs=2, **options).fit(model, loader(), loader(count=2))
-    assert [f"t{name[-1]}" if name.startswith("train") else "V" for name in model.seen] == expected
+    options = {"val_check_interval": interval, **options}
+    assert batches_and_validations(tmp_path, max_epochs=2, **options) == expected
 
 
 def test_the_time_counts_from_the_last_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from rankwise.callbacks import LearningRateMonitor
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, UnknownNameError
 from rankwise.loggers import CSVLogger
 from rankwise.trainer.metrics.options import ranks_of_group
-from tests.unit.trainer.helpers import Line, loader, trainer
+from tests.unit.trainer.helpers import Line, fitted, loader, trainer
 
 Log = Callable[["Logging", str, int], None]
 Row = dict[str, float]
@@ -58,14 +58,14 @@ def rows(
     folder: Path, log: Log, kind: type[Logging] = Logging, loaders: int = 1, **options: Any
 ) -> list[Row]:
     """Fit four batches, validate three of each loader within it and once after it; return the lines."""
-    logger = CSVLogger(folder)
-    options = {"log_every_n_steps": 1, **options}
     validation: list[DataLoader[Any]] = [loader(6)] * loaders
-    train = trainer(folder, logger=logger, **options)
-    module = kind(log)
+    train, module = (
+        trainer(folder, logger=CSVLogger(folder), **{"log_every_n_steps": 1, **options}),
+        kind(log),
+    )
     train.fit(module, loader(), validation)
     train.validate(module, validation)
-    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+    with (Path(train.log_dir or "") / "metrics.csv").open() as file:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
@@ -80,11 +80,8 @@ def by_default(module: Logging, phase: str, batch_idx: int) -> None:
 def test_steps_are_numbered_from_0(tmp_path: Path) -> None:
     """A step's line has the number of the steps before it; a validation has that of the step before it."""
     found = rows(tmp_path, by_default, max_epochs=2)
-    assert found[:5] == [line(0, step, train=step) for step in range(4)] + [line(0, 3, val=1)]
-    assert found[5:] == [line(1, 4 + step, train=step) for step in range(4)] + [
-        line(1, 7, val=1),
-        line(2, 8, val=1),
-    ]
+    first, second = ([line(epoch, 4 * epoch + step, train=step) for step in range(4)] for epoch in (0, 1))
+    assert found == [*first, line(0, 3, val=1), *second, line(1, 7, val=1), line(2, 8, val=1)]
 
 
 def test_intervals(tmp_path: Path) -> None:
@@ -98,39 +95,25 @@ def test_intervals(tmp_path: Path) -> None:
 def test_manual_optimisation(tmp_path: Path) -> None:
     """A batch counts once, however many optimizers it steps, also for the learning rates."""
     found = rows(tmp_path, by_default, ByHand, log_every_n_steps=3, callbacks=LearningRateMonitor())
-    rates = {"lr-SGD": 0.1, "lr-Adam": 0.1}
-    assert found == [
-        {"step": 0, **rates},
-        {"step": 2, **rates},
-        line(0, 2, train=2),
-        line(0, 3, val=1),
-        line(1, 4, val=1),
-    ]
+    rates = [{"step": step, "lr-SGD": 0.1, "lr-Adam": 0.1} for step in (0, 2)]
+    assert found == [*rates, line(0, 2, train=2), line(0, 3, val=1), line(1, 4, val=1)]
 
 
 def test_steps_of_evaluations(tmp_path: Path) -> None:
-    """What an evaluation logs by step has a line for each batch, numbered over all of its kind."""
-    both = rows(
-        tmp_path,
-        lambda module, phase, i: module.log(phase, float(i), on_step=True, on_epoch=True),
-        max_epochs=2,
-    )
+    """What an evaluation logs by step has a line for each batch, numbered over all of its kind.
+
+    Of several loaders the number is the end of the name, and steps are counted for each loader.
+    """
+
+    def log(module: Logging, phase: str, batch_idx: int) -> None:
+        module.log(phase, float(batch_idx), on_step=phase == "val", on_epoch=True)
+
+    both = rows(tmp_path, log, max_epochs=2)
     steps = [{"step": step, "val_step": step % 3} for step in range(6)]
     assert [row for row in both if "val_step" in row] == [*steps, *steps[:3]]
-    assert [row for row in both if "val_epoch" in row] == [
-        line(0, 3, val_epoch=1),
-        line(1, 7, val_epoch=1),
-        line(2, 8, val_epoch=1),
-    ]
-
-
-def test_names_of_steps_of_several_loaders(tmp_path: Path) -> None:
-    """The loader's number is the end of the name; steps are counted for each loader."""
-    found = rows(
-        tmp_path,
-        lambda module, phase, i: module.log(phase, float(i), on_step=phase == "val", on_epoch=True),
-        loaders=2,
-    )
+    epochs = [line(epoch, step, val_epoch=1) for epoch, step in ((0, 3), (1, 7), (2, 8))]
+    assert [row for row in both if "val_epoch" in row] == epochs
+    found = rows(tmp_path, log, loaders=2)
     of_second = [row for row in found if "val_step/dataloader_idx_1" in row]
     assert [row["step"] for row in of_second] == [0, 1, 2, 0, 1, 2]
     assert {"epoch", "step", "val_epoch/dataloader_idx_0", "val_epoch/dataloader_idx_1"} in map(set, found)
@@ -204,13 +187,9 @@ def test_numpy_scalars(tmp_path: Path) -> None:
     def log(module: Logging, phase: str, batch_idx: int) -> None:
         module.log_dict({str(number): value for number, value in enumerate(values)})
 
-    train = trainer(tmp_path)
-    train.fit(Logging(log), loader())
-    assert {name: value.item() for name, value in train.callback_metrics.items()} == {
-        "0": 0.5,
-        "1": 2,
-        "2": 3,
-    }
+    train = fitted(tmp_path, Logging(log))
+    found = {name: value.item() for name, value in train.callback_metrics.items()}
+    assert found == {"0": 0.5, "1": 2, "2": 3}
     for value in (numpy.array(1.0), numpy.bool_(True), 1j):
         values[:] = [value]
         with pytest.raises(InvalidTypeError, match="a number, or a tensor with one element"):
@@ -220,8 +199,8 @@ def test_numpy_scalars(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("given", "expected"), [("avg", 1.5), ("SUM", 6.0), (torch.max, 3.0), (min, 0.0)])
 def test_reductions(given: Any, expected: float, tmp_path: Path) -> None:
     """A reduction has Lightning's names, or is a function of that name; others are refused, as there."""
-    train = trainer(tmp_path)
-    train.fit(Logging(lambda m, _, i: m.log("x", float(i), on_epoch=True, reduce_fx=given)), loader())
+    logging = Logging(lambda m, _, i: m.log("x", float(i), on_epoch=True, reduce_fx=given))
+    train = fitted(tmp_path, logging)
     assert train.callback_metrics["x_epoch"] == expected
     for unknown in (torch.std, lambda values: values.mean(), "prod"):
         with pytest.raises(UnknownNameError, match="reduce_fx"):
@@ -241,12 +220,11 @@ def test_reductions(given: Any, expected: float, tmp_path: Path) -> None:
 def test_options_without_effect(
     options: dict[str, Any], error: type[Exception], text: str, tmp_path: Path
 ) -> None:
-    """Options that contradict each other, or that would have no effect, are refused by name."""
+    """Options that contradict each other, or that would have no effect, are refused by name.
+
+    So is a process group of which this rank is no member.
+    """
     with pytest.raises(error, match=text):
         trainer(tmp_path).validate(Logging(lambda module, _, i: module.log("x", 1.0, **options)), loader())
-
-
-def test_group_of_other_ranks() -> None:
-    """A process group of which this rank is no member is refused."""
     with pytest.raises(ConfigurationError, match="this rank is not part of"):
         ranks_of_group("x", torch.distributed.GroupMember.NON_GROUP_MEMBER)

@@ -16,7 +16,7 @@ from rankwise.errors import ConfigurationError, InvalidTypeError, LifecycleError
 from rankwise.strategies import SingleDeviceStrategy, Strategy
 from rankwise.trainer.metrics.metric_objects import is_metric_object, merged_states, metric_objects, states_of
 from rankwise.trainer.metrics.results import Results
-from tests.unit.trainer.helpers import Line, loader, trainer, with_second_rank
+from tests.unit.trainer.helpers import Line, SavesEachStep, fitted, loader, trainer, with_second_rank
 
 
 @pytest.fixture
@@ -41,10 +41,10 @@ def logged(*batches: tuple[int, float], is_evaluation: bool = True, **options: A
     return results
 
 
-def test_mean_is_weighted(alone: Strategy) -> None:
-    """The mean weighs by batch size, found in the batch or given."""
-    assert epoch(logged((3, 1.0), (1, 5.0)), alone) == {"x": 2.0}
-    assert epoch(logged((3, 1.0), (1, 5.0), batch_size=1), alone) == {"x": 3.0}
+def with_other(results: Results | None) -> Strategy:
+    """Return a strategy whose other rank has these results, or has logged nothing."""
+    parts = {} if results is None else {name: each.part() for name, each in results._metrics.items()}
+    return with_second_rank(lambda _: (results is not None, parts, {}, False))
 
 
 @pytest.mark.parametrize("is_resumed", [False, True])
@@ -96,23 +96,25 @@ def test_functions_name_reductions(function: Any, name: str) -> None:
     results = Results(nn.Module(), is_evaluation=False)
     results.log("x", 1.0, on_epoch=True, reduce_fx=function)
     assert results.state_dict()["numbers"]["x"]["options"]["reduce_fx"] == name
-    with pytest.raises(UnknownNameError, match="median"):
-        results.log("y", 1.0, reduce_fx=torch.median)
+    for unknown, error in ((torch.median, "median"), ("meen", "Did you mean 'mean'")):
+        with pytest.raises(UnknownNameError, match=error):
+            results.log("y", 1.0, reduce_fx=unknown)
 
 
 @pytest.mark.parametrize(
     ("reduce_fx", "expected"), [("mean", 4.0), ("sum", 14.0), ("min", 1.0), ("max", 7.0)]
 )
 def test_over_ranks(reduce_fx: str, expected: float) -> None:
-    """Evaluation reduces over all ranks; each sample counts once in a mean."""
-    other = logged((2, 7.0), reduce_fx=reduce_fx)
-    parts = {name: metric.part() for name, metric in other._metrics.items()}
+    """Evaluation reduces over all ranks, also if one has no batch; each sample counts once in a mean."""
     mine = logged((1, 1.0), (1, 1.0), *([(2, 5.0)] if reduce_fx == "sum" else []), reduce_fx=reduce_fx)
-    assert epoch(mine, with_second_rank(lambda _: (True, parts, {}, False))) == {"x": expected}
+    assert epoch(mine, with_other(logged((2, 7.0), reduce_fx=reduce_fx))) == {"x": expected}
+    assert epoch(logged((2, 3.0)), with_other(None)) == {"x": 3.0}
+    assert epoch(logged(), with_other(logged((2, 3.0)))) == {"x": 3.0}
 
 
-def test_values_for_a_hook(alone: Strategy) -> None:
-    """What a hook at the epoch's end reads is what was logged so far; what it logs itself counts too."""
+def test_values_of_an_epoch(alone: Strategy) -> None:
+    """A mean weighs by batch size; a hook reads what was logged so far, and what it logs itself counts."""
+    assert epoch(logged((3, 1.0), (1, 5.0), batch_size=1), alone) == {"x": 3.0}
     results = logged((3, 1.0), (1, 5.0))
     [shown] = results.values_so_far(alone, is_read=True)
     assert (shown.name, shown.value.item()) == ("x", 2.0)
@@ -154,30 +156,21 @@ class ReadsSteps(Line):
 def test_hooks_read_the_metrics_of_their_step(tmp_path: Path) -> None:
     """After a batch, hooks read what was logged in its step, also before the end of an accumulation."""
     model = ReadsSteps()
-    trainer(tmp_path, max_epochs=1, accumulate_grad_batches=2).fit(model, loader())
+    fitted(tmp_path, model, accumulate_grad_batches=2)
     assert len(model.read) > 2
     assert model.read == [(number, number) for number in range(len(model.read))]
-
-
-def test_rank_without_batches() -> None:
-    """A rank whose shard was empty takes part without having logged anything."""
-    assert epoch(logged((2, 3.0)), with_second_rank(lambda _: (False, {}, {}, False))) == {"x": 3.0}
-    parts = {name: metric.part() for name, metric in logged((2, 3.0))._metrics.items()}
-    assert epoch(
-        Results(nn.Module(), is_evaluation=True), with_second_rank(lambda _: (True, parts, {}, False))
-    ) == {"x": 3.0}
 
 
 def test_different_names() -> None:
     """Ranks that log different metrics get an error that names them."""
     with pytest.raises(ConfigurationError, match=r"not all logged \['x'\](.|\n)*'x' on global_rank 0 only"):
-        logged((2, 3.0)).epoch_values(with_second_rank(lambda _: (True, {}, {}, False)))
+        logged((2, 3.0)).epoch_values(with_other(logged()))
 
 
 def test_training_is_local_by_default() -> None:
     """In training only sync_dist=True reduces over the ranks."""
     local = logged((1, 3.0), is_evaluation=False, on_epoch=True)
-    assert epoch(local, with_second_rank(lambda _: (True, {}, {}, False))) == {"x_epoch": 3.0}
+    assert epoch(local, with_other(logged())) == {"x_epoch": 3.0}
     synced = logged((1, 3.0), is_evaluation=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
     assert epoch(synced, with_second_rank(lambda mine: mine)) == {"x_epoch": 6.0}
 
@@ -185,9 +178,8 @@ def test_training_is_local_by_default() -> None:
 def test_step_values(alone: Strategy) -> None:
     """A training step's values come once, and not again until they are logged again."""
     results = logged((1, 3.0), is_evaluation=False)
-    assert [(value.name, value.value.item()) for value in results.step_values(alone, is_checked=True)] == [
-        ("x", 3.0)
-    ]
+    [value] = results.step_values(alone, is_checked=True)
+    assert (value.name, value.value.item()) == ("x", 3.0)
     assert results.step_values(alone, is_checked=True) == []
     assert results.epoch_values(alone) == []
 
@@ -198,19 +190,18 @@ def other_part(mine: Any) -> Any:
 
 
 def test_step_values_over_ranks() -> None:
-    """The value of an epoch's first step is reduced over the ranks."""
+    """The value of an epoch's first step is reduced over the ranks.
+
+    One that no rank had in the first step waits for a step in which the ranks compare their names.
+    """
+    other, later = with_second_rank(other_part), Results(nn.Module(), is_evaluation=False)
     results = logged((1, 3.0), is_evaluation=False, sync_dist=True)
-    [value] = results.step_values(with_second_rank(other_part), is_checked=False)
+    [value] = results.step_values(other, is_checked=False)
     assert value.value.item() == 5.0
-
-
-def test_step_values_that_begin_later() -> None:
-    """A value that no rank had in the first step waits for a step in which the ranks compare their names."""
-    results, other = Results(nn.Module(), is_evaluation=False), with_second_rank(other_part)
-    assert results.step_values(other, is_checked=False) == []
-    results.log("x", 3.0, on_step=True, sync_dist=True)
-    assert results.step_values(other, is_checked=False) == []
-    [value] = results.step_values(other, is_checked=True)
+    assert later.step_values(other, is_checked=False) == []
+    later.log("x", 3.0, on_step=True, sync_dist=True)
+    assert later.step_values(other, is_checked=False) == []
+    [value] = later.step_values(other, is_checked=True)
     assert value.value.item() == 5.0
 
 
@@ -222,21 +213,10 @@ def test_names_of_both(tmp_path: Path) -> None:
             self.log_dict({"number": float(batch_idx)}, on_epoch=True, prog_bar=True)
             return self.loss(batch)
 
-    train = trainer(tmp_path)
-    train.fit(Both(), loader())
+    train = fitted(tmp_path, Both())
     metrics = {name: value.item() for name, value in train.callback_metrics.items()}
     assert metrics == {"number": 1.5, "number_step": 3.0, "number_epoch": 1.5}
     assert train.progress_bar_metrics == {"number_step": 3.0, "number_epoch": 1.5}
-
-
-def test_loggers_get_every_nth_step(tmp_path: Path) -> None:
-    """Loggers get the metrics of every n-th step, and those of each epoch."""
-    train = trainer(tmp_path, logger=True, log_every_n_steps=2)
-    train.fit(Line(), loader(), loader(2))
-    lines = (tmp_path / "rankwise_logs" / "version_0" / "metrics.csv").read_text().splitlines()
-    assert lines[0] == "epoch,loss,step,val_loss"
-    assert [line.split(",")[2] for line in lines[1:]] == ["1", "3", "3"]
-    assert set(train.logged_metrics) == {"loss", "val_loss"}
 
 
 @pytest.mark.parametrize("value", ["high", torch.zeros(2), None])
@@ -245,23 +225,6 @@ def test_no_number(value: Any) -> None:
     with pytest.raises(InvalidTypeError, match="log\\('x'\\) value") as caught:
         Results(nn.Module(), is_evaluation=True).log("x", value)
     assert ("mean()" in str(caught.value)) == isinstance(value, torch.Tensor)  # it is no advice for a text
-
-
-def test_unknown_reduction() -> None:
-    """An unknown reduction is refused, and the nearest one suggested."""
-    with pytest.raises(UnknownNameError, match="Did you mean 'mean'"):
-        Results(nn.Module(), is_evaluation=True).log("x", 1.0, reduce_fx="meen")
-
-
-def test_logging_outside_a_loop(tmp_path: Path) -> None:
-    """Logging where no loop runs is an error that says where it can be done."""
-
-    class Early(Line):
-        def setup(self, stage: str) -> None:
-            self.log("early", 1.0)
-
-    with pytest.raises(LifecycleError, match="between on_train_start and on_train_end"):
-        trainer(tmp_path).fit(Early(), loader())
 
 
 @pytest.mark.parametrize(
@@ -274,14 +237,10 @@ def test_logging_outside_a_loop(tmp_path: Path) -> None:
     ],
 )
 def test_one_name_with_different_options(first: dict[str, Any], second: dict[str, Any]) -> None:
-    """A name that is logged with other options than before is an error that shows both."""
+    """A name that is logged with other options, or is of a step's or an epoch's value, is an error."""
     results = logged((1, 1.0), **first)
     with pytest.raises(ConfigurationError, match=r"(?s)'x' is logged in two ways.*log\('x'\) now has"):
         results.log("x", 1.0, **second)
-
-
-def test_one_name_from_two_metrics() -> None:
-    """A name that a step's or an epoch's value has already cannot be another metric's."""
     results = logged((1, 1.0), is_evaluation=False, on_step=True, on_epoch=True)
     with pytest.raises(ConfigurationError, match="'x_epoch' is logged in two ways"):
         results.log("x_epoch", 1.0)
@@ -289,9 +248,8 @@ def test_one_name_from_two_metrics() -> None:
 
 def test_ranks_with_different_options() -> None:
     """Ranks that reduce a metric in different ways get an error that names it."""
-    parts = {name: metric.part() for name, metric in logged((2, 7.0), reduce_fx="max")._metrics.items()}
     with pytest.raises(ConfigurationError, match="logged 'x' with different reduce_fx: \\['max', 'mean'\\]"):
-        logged((1, 1.0)).epoch_values(with_second_rank(lambda _: (True, parts, {}, False)))
+        logged((1, 1.0)).epoch_values(with_other(logged((2, 7.0), reduce_fx="max")))
 
 
 @pytest.mark.parametrize("options", [{"reduce_fx": "sum"}, {"on_epoch": False, "on_step": True}])
@@ -317,8 +275,8 @@ class Late(Line):
 
 def test_logging_before_the_first_epoch(tmp_path: Path) -> None:
     """What `on_train_start` logs belongs to the first epoch."""
-    train = trainer(tmp_path, max_epochs=2, logger=True)
-    train.fit(type("Early", (Late,), {"hook": "on_train_start"})(), loader())
+    early = type("Early", (Late,), {"hook": "on_train_start"})()
+    train = fitted(tmp_path, early, max_epochs=2, logger=True)
     assert train.callback_metrics["late"] == 2.0
     assert train.logged_metrics["late"] == 2.0
 
@@ -339,19 +297,27 @@ def test_logging_when_a_fit_stops_within_an_epoch(tmp_path: Path) -> None:
         assert train.callback_metrics["steps"] == steps
 
 
-@pytest.mark.parametrize("hook", ["on_train_end", "on_validation_end", "on_predict_batch_end"])
-def test_logging_what_is_not_reduced(hook: str, tmp_path: Path) -> None:
-    """What is logged after the epoch's metrics were reduced, or in prediction, is an error, not lost."""
+@pytest.mark.parametrize(
+    ("hook", "error"),
+    [
+        ("setup", "between on_train_start and on_train_end"),
+        *((hook, "log") for hook in ("on_train_end", "on_validation_end", "on_predict_batch_end")),
+    ],
+)
+def test_logging_what_is_not_reduced(hook: str, error: str, tmp_path: Path) -> None:
+    """What is logged outside of a loop, after metrics were reduced, or in prediction is an error."""
     train, model = trainer(tmp_path), type("TooLate", (Late,), {"hook": hook})()
-    with pytest.raises(LifecycleError, match="log"):
+    with pytest.raises(LifecycleError, match=error):
         train.predict(model, loader()) if "predict" in hook else train.fit(model, loader(), loader())
 
 
 def test_metrics_of_each_stage(tmp_path: Path) -> None:
     """A stage begins without the metrics of the one before; a fit that continues has those of the fit."""
-    train, model = trainer(tmp_path, max_epochs=1), Line()
+    train, model = trainer(tmp_path, logger=True, log_every_n_steps=2), Line()
     train.fit(model, loader(), loader())
-    assert set(train.callback_metrics) == {"loss", "val_loss"}
+    assert set(train.callback_metrics) == set(train.logged_metrics) == {"loss", "val_loss"}
+    lines = (tmp_path / "rankwise_logs" / "version_0" / "metrics.csv").read_text().splitlines()
+    assert lines[0] == "epoch,loss,step,val_loss"
     train.test(model, loader())
     assert set(train.callback_metrics) == set(train.logged_metrics) == {"test_loss"}
     train.max_epochs, train.limit_val_batches = 2, 0
@@ -387,19 +353,12 @@ def computed(kind: Any, parts: list[Any]) -> Any:
 )
 def test_states_are_reduced(kind: Any, expected: Any) -> None:
     """Every kind of state is reduced over copies; one that has seen nothing adds nothing."""
-    assert computed(kind, [[1.0, 2.0], None, [3.0]]).tolist() == expected
-
-
-def test_nothing_seen() -> None:
-    """A metric that no rank has updated has the value that it begins with."""
-    with pytest.warns(UserWarning, match="before the ``update`` method"):
-        assert computed(torchmetrics.SumMetric, [None, None]) == 0
-
-
-def test_what_is_a_metric_object() -> None:
-    """Numbers and tensors are none."""
-    assert is_metric_object(torchmetrics.SumMetric())
+    assert is_metric_object(kind())
     assert not is_metric_object(torch.ones(1))
+    assert computed(kind, [[1.0, 2.0], None, [3.0]]).tolist() == expected
+    if kind is torchmetrics.SumMetric:  # has the value that it begins with where no rank has updated it
+        with pytest.warns(UserWarning, match="before the ``update`` method"):
+            assert computed(kind, [None, None]) == 0
 
 
 class WithObject(Line):
@@ -417,8 +376,8 @@ class WithObject(Line):
 
 def test_training_epochs_start_anew(tmp_path: Path) -> None:
     """A metric object that is logged in training is computed at the epoch's end, then reset."""
-    train, model = trainer(tmp_path, max_epochs=2), WithObject()
-    train.fit(model, loader(8))
+    model = WithObject()
+    train = fitted(tmp_path, model, max_epochs=2)
     assert train.callback_metrics["total"] == 8 * 1 / 8
     assert model.total.update_count == 0
 
@@ -435,12 +394,12 @@ def test_options_that_metric_objects_do_not_have(options: dict[str, Any], tmp_pa
 class Validated(Line):
     """Updates a metric object in validation; `reset_by_hand` also resets it in a hook."""
 
-    def __init__(self, metric: torchmetrics.Metric, reset_by_hand: bool) -> None:
+    def __init__(self, metric: torchmetrics.Metric, reset_by_hand: bool = False) -> None:
         super().__init__()
         self.metric = metric
         self.reset_by_hand = reset_by_hand
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.metric.update(batch[0][:, 1])
         self.log("metric", self.metric)
 
@@ -494,46 +453,27 @@ def test_tensors_of_a_validation_before_a_fit(tmp_path: Path) -> None:
     assert model.same is model.count
 
 
-class OfLoaders(Line):
-    """Logs one metric object for all loaders."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = torchmetrics.SumMetric()
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.total.update(batch[0])
-        self.log("total", self.total)
-
-
 def test_one_metric_object_for_several_loaders(tmp_path: Path) -> None:
     """The value of a metric object cannot be that of each loader."""
-    assert trainer(tmp_path).validate(OfLoaders(), [loader()])[0]["total"] > 0
+    model = Validated(torchmetrics.SumMetric())
+    assert trainer(tmp_path).validate(model, [loader()])[0]["metric"] > 0
     with pytest.raises(ConfigurationError, match="the same metric object for several loaders"):
-        trainer(tmp_path).validate(OfLoaders(), [loader(), loader()])
-
-
-class Composing(WithObject):
-    """Logs an object that is made for each batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("squared", self.total**2)
-        return super().training_step(batch, batch_idx)
+        trainer(tmp_path).validate(model, [loader(), loader()])
 
 
 def test_metric_objects_outside_of_the_module(tmp_path: Path) -> None:
     """A metric object that no checkpoint would hold is refused; the error says where to keep it."""
+
+    class Composing(WithObject):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("squared", self.total**2)
+
     with pytest.raises(ConfigurationError, match=r"(?s)not part of Composing.*__init__"):
-        trainer(tmp_path).fit(Composing(), loader())
+        fitted(tmp_path, Composing())
 
 
 def test_metric_objects_that_a_module_has_no_more(tmp_path: Path) -> None:
     """A checkpoint's states without a metric object in the module are named in a warning."""
-
-    class Saving(WithObject):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.trainer.save_checkpoint(tmp_path / "saved.ckpt")
-
-    trainer(tmp_path, limit_train_batches=2).fit(Saving(), loader(8))
+    fitted(tmp_path, WithObject(), limit_train_batches=2, callbacks=SavesEachStep(tmp_path))
     with pytest.warns(UserWarning, match=r"metric objects that the module has not: \['total'\]"):
-        trainer(tmp_path).fit(Line(), loader(8), ckpt_path=tmp_path / "saved.ckpt")
+        trainer(tmp_path).fit(Line(), loader(), ckpt_path=tmp_path / "2.ckpt")

@@ -1,5 +1,6 @@
 """What a module offers beside its hooks."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 
 from rankwise.errors import InvalidTypeError, LifecycleError
 from rankwise.loggers import CSVLogger
-from tests.unit.trainer.helpers import Line, loader, trainer
+from tests.unit.trainer.helpers import Line, fitted, loader, trainer
 
 
 def test_without_a_trainer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -24,12 +25,13 @@ def test_without_a_trainer(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_with_a_trainer(tmp_path: Path) -> None:
-    """The loggers are the trainer's; alone, gathering returns what it gets."""
+    """The loggers are the trainer's; alone, gathering returns what it gets; a copy leaves the trainer out."""
     module, loggers = Line(), [CSVLogger(tmp_path, "a"), CSVLogger(tmp_path, "b")]
-    train = trainer(tmp_path, logger=loggers)
-    train.fit(module, loader())
+    fitted(tmp_path, module, logger=loggers)
     assert (module.logger, module.loggers, module.global_step) == (loggers[0], loggers, 4)
     assert torch.equal(module.all_gather({"a": [2.0]})["a"][0], torch.tensor(2.0, dtype=torch.float64))
+    assert copy.deepcopy(module)._trainer is None
+    assert module._trainer is not None
 
 
 def test_dtype() -> None:

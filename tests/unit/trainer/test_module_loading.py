@@ -22,10 +22,9 @@ from rankwise.errors import (
     MissingExtraError,
     UnknownArgumentError,
 )
-from rankwise.trainer import TrainingModule
 from rankwise.trainer.module_loading import _where_saved
 from tests.helpers.needs import need_package
-from tests.unit.trainer.helpers import Line, loader, trainer
+from tests.unit.trainer.helpers import Line, fitted, loader, saved, trainer
 
 
 class Saved(Line):
@@ -58,20 +57,14 @@ class TakesAny(Line):
 
 
 class WithNamespace(Line):
-    """Takes a namespace."""
+    """Takes a namespace, and makes a layer in `configure_model`."""
 
     def __init__(self, args: Any) -> None:
         super().__init__(args.lr)
         self.save_hyperparameters(args)
 
-
-def fitted(folder: Path, model: TrainingModule) -> str:
-    """Train a module for an epoch, save it, and return the path."""
-    train = trainer(folder)
-    train.fit(model, loader())
-    path = str(folder / "model.ckpt")
-    train.save_checkpoint(path)
-    return path
+    def configure_model(self) -> None:
+        self.late = nn.Linear(1, 1)
 
 
 def written(folder: Path, **contents: Any) -> str:
@@ -101,40 +94,35 @@ def fit_loop(begun: int, ended: int, batches: int, *, is_last: bool) -> dict[str
 
 
 def test_there_and_back(tmp_path: Path) -> None:
-    """The module has its hyperparameters and weights, and its hook has seen the checkpoint."""
+    """The module has its hyperparameters and weights, and its hook has seen the checkpoint.
+
+    Tensors go where they are told; those of a device that is not there go to the CPU. An instance would not
+    change: the error names the class.
+    """
     module = Saved(lr=0.05, names=["a"])
-    loaded = Saved.load_from_checkpoint(fitted(tmp_path, module))
+    path = saved(tmp_path, module)
+    loaded = Saved.load_from_checkpoint(path)
     assert type(loaded) is Saved
     assert torch.equal(loaded.layer.weight, module.layer.weight)
     assert loaded.hparams == {"lr": 0.05, "width": 2, "names": ["a"]}
     assert loaded.loaded == 4
+    assert Saved.load_from_checkpoint(path, map_location="cpu").device == torch.device("cpu")
+    storage = torch.zeros(1).untyped_storage()
+    assert _where_saved(storage, "cuda:99") is storage
+    assert _where_saved(storage, "cpu") is None
+    with pytest.raises(ConfigurationError, match=r"Saved.load_from_checkpoint\(path\)"):
+        loaded.load_from_checkpoint(tmp_path / "x.ckpt")
 
 
-class Configures(Line):
-    """Makes a layer in `configure_model`."""
+def test_other_arguments(tmp_path: Path) -> None:
+    """Keywords replace what the checkpoint has; a class gets the arguments that it takes.
 
-    def configure_model(self) -> None:
-        self.late = nn.Linear(1, 1)
-
-
-def test_layers_of_configure_model(tmp_path: Path) -> None:
-    """They are made before the weights are loaded."""
-    module = Configures()
-    loaded = Configures.load_from_checkpoint(fitted(tmp_path, module))
-    assert torch.equal(loaded.late.weight, module.late.weight)
-
-
-def test_given_arguments(tmp_path: Path) -> None:
-    """Keywords replace what the checkpoint has."""
-    path = fitted(tmp_path, Saved(lr=0.05))
+    Of those that it needs and nothing has, the error names the keyword.
+    """
+    path = saved(tmp_path, Saved(lr=0.05))
     assert Saved.load_from_checkpoint(path, lr=0.5).lr == 0.5
     with pytest.raises(UnknownArgumentError, match=r"Saved takes no argument 'ler'. Did you mean 'lr'"):
         Saved.load_from_checkpoint(path, ler=0.5)
-
-
-def test_a_class_with_other_arguments(tmp_path: Path) -> None:
-    """It gets those that it takes; of those that it needs and nothing has, the error names the keyword."""
-    path = fitted(tmp_path, Saved(lr=0.05))
     assert Line.load_from_checkpoint(path).lr == 0.05
     with pytest.raises(
         ConfigurationError, match=r"needs \['net'\](?s:.*)load_from_checkpoint\(path, net=\.\.\.\)"
@@ -145,25 +133,30 @@ def test_a_class_with_other_arguments(tmp_path: Path) -> None:
 def test_what_checkpoints_leave_out(tmp_path: Path) -> None:
     """A module among the arguments is a warning, not in the checkpoint, and given when it is loaded."""
     module, saving = Needs(0.05, nn.Linear(1, 1)), ModelCheckpoint(tmp_path)
-    train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True)
     with pytest.warns(UserWarning, match=r"net \(Linear\)(?s:.*)load_from_checkpoint\(path, net=\.\.\.\)"):
-        train.fit(module, loader())
+        fitted(tmp_path, module, callbacks=saving, enable_checkpointing=True)
     assert "net" not in TorchCheckpointIO().load_checkpoint(saving.best_model_path)["hyper_parameters"]
     loaded = Needs.load_from_checkpoint(saving.best_model_path, net=nn.Linear(1, 1))
     assert torch.equal(loaded.net.weight, module.net.weight)  # type: ignore[arg-type]  # a tensor
 
 
 def test_a_namespace(tmp_path: Path) -> None:
-    """An argument with all hyperparameters gets them with items and attributes; keywords go into it."""
-    path = fitted(tmp_path, WithNamespace(Namespace(lr=0.05, depth=3)))
-    assert WithNamespace.load_from_checkpoint(path).hparams == {"lr": 0.05, "depth": 3}
+    """An argument with all hyperparameters gets them with items and attributes; keywords go into it.
+
+    Layers of `configure_model` are made before the weights are loaded.
+    """
+    module = WithNamespace(Namespace(lr=0.05, depth=3))
+    path = saved(tmp_path, module)
+    loaded = WithNamespace.load_from_checkpoint(path)
+    assert loaded.hparams == {"lr": 0.05, "depth": 3}
+    assert torch.equal(loaded.late.weight, module.late.weight)
     assert WithNamespace.load_from_checkpoint(path, depth=4).hparams == {"lr": 0.05, "depth": 4}
     assert WithNamespace.load_from_checkpoint(path, args=Namespace(lr=1)).hparams == {"lr": 1}
 
 
 def test_other_weights(tmp_path: Path) -> None:
     """Weights that do not fit are an error; with `strict=False` other names are a warning."""
-    path = fitted(tmp_path, Saved())
+    path = saved(tmp_path, Saved())
     with pytest.raises(CheckpointError, match=r"does not fit Saved: .*\n.*layer\.weight"):
         Saved.load_from_checkpoint(path, width=5)
     with pytest.raises(CheckpointError, match=r"does not fit Needs: .*\n.*net\.weight"):
@@ -172,8 +165,11 @@ def test_other_weights(tmp_path: Path) -> None:
         Needs.load_from_checkpoint(path, net=nn.Linear(1, 1), strict=False)
 
 
-def test_no_checkpoint(tmp_path: Path) -> None:
-    """A file without weights, and what is no path, are refused."""
+def test_files_that_are_refused(tmp_path: Path) -> None:
+    """A file without weights, and what is no path, are refused.
+
+    A class that could run code is named, with what to do, and `weights_only=False` is refused.
+    """
     torch.save({"weights": 1}, tmp_path / "x.ckpt")
     with pytest.raises(CheckpointError, match=r"holds no 'state_dict', but \['weights'\]"):
         Line.load_from_checkpoint(tmp_path / "x.ckpt")
@@ -181,10 +177,6 @@ def test_no_checkpoint(tmp_path: Path) -> None:
         Line.load_from_checkpoint(3)
     with pytest.raises(CheckpointError, match="its hyperparameters cannot be restored"):
         Line.load_from_checkpoint(written(tmp_path, hyper_parameters=3))
-
-
-def test_unsafe_files_are_refused(tmp_path: Path) -> None:
-    """A class that could run code is named, with what to do, and `weights_only=False` is refused."""
     path = written(tmp_path, hyper_parameters={"net": nn.Linear(1, 1)})
     with pytest.raises(
         CheckpointError, match=r"torch.nn.modules.linear.Linear(?s:.*)add_safe_globals\(\[Linear\]"
@@ -192,21 +184,6 @@ def test_unsafe_files_are_refused(tmp_path: Path) -> None:
         Line.load_from_checkpoint(path)
     with pytest.raises(InvalidArgumentError, match="weights_only=False"):
         Line.load_from_checkpoint(path, weights_only=False)
-
-
-def test_on_an_instance(tmp_path: Path) -> None:
-    """An instance would not change: the error names the class."""
-    with pytest.raises(ConfigurationError, match=r"Saved.load_from_checkpoint\(path\)"):
-        Saved().load_from_checkpoint(tmp_path / "x.ckpt")
-
-
-def test_map_location(tmp_path: Path) -> None:
-    """Tensors go where they are told; those of a device that is not there go to the CPU."""
-    path = fitted(tmp_path, Saved())
-    assert Saved.load_from_checkpoint(path, map_location="cpu").device == torch.device("cpu")
-    storage = torch.zeros(1).untyped_storage()
-    assert _where_saved(storage, "cuda:99") is storage
-    assert _where_saved(storage, "cpu") is None
 
 
 @pytest.mark.parametrize(
@@ -223,7 +200,7 @@ def test_hparams_file(name: str, text: str, tmp_path: Path) -> None:
         need_package("yaml")
     file = tmp_path / name
     file.write_text(text)
-    loaded = Saved.load_from_checkpoint(fitted(tmp_path, Saved()), hparams_file=file)
+    loaded = Saved.load_from_checkpoint(saved(tmp_path, Saved()), hparams_file=file)
     assert loaded.hparams == {"lr": 0.7, "width": 2, "names": ["x"]}
 
 
@@ -236,21 +213,20 @@ def test_hparams_file(name: str, text: str, tmp_path: Path) -> None:
         ("none.json", None, "could not be read"),
     ],
 )
-def test_unreadable_hparams_file(name: str, text: str | None, problem: str, tmp_path: Path) -> None:
-    """A file without a mapping is refused by its name."""
+def test_unreadable_hparams_file(
+    name: str, text: str | None, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file without a mapping is refused by its name; without a package the error names the extra."""
     if text is not None:
         (tmp_path / name).write_text(text)
+    path = written(tmp_path)
     with pytest.raises(CheckpointError, match=rf"{name}.*{problem}"):
-        Line.load_from_checkpoint(written(tmp_path), hparams_file=tmp_path / name)
+        Line.load_from_checkpoint(path, hparams_file=tmp_path / name)
     with pytest.raises(InvalidArgumentError, match="hparams_file"):
-        Line.load_from_checkpoint(written(tmp_path), hparams_file=tmp_path / "hparams.txt")
-
-
-def test_yaml_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the extra."""
+        Line.load_from_checkpoint(path, hparams_file=tmp_path / "hparams.txt")
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(MissingExtraError, match=r"rankwise\[yaml\]"):
-        Line.load_from_checkpoint(written(tmp_path), hparams_file=tmp_path / "hparams.yaml")
+        Line.load_from_checkpoint(path, hparams_file=tmp_path / "hparams.yaml")
 
 
 def test_a_file_of_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,21 +246,14 @@ def test_a_file_of_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_arguments_of_lightnings_command_line(tmp_path: Path) -> None:
-    """Classes that a command line has named are not imported, but may be given."""
+    """Classes that a command line has named are not imported, but may be given; its keys are no arguments."""
     nested = {"net": {"class_path": "os.system", "init_args": {}}, "lr": 0.7, "_instantiator": "x"}
-    path = written(tmp_path, hyper_parameters=nested)
     with pytest.raises(ConfigurationError, match=r"load_from_checkpoint\(path, net=\.\.\.\)"):
-        Needs.load_from_checkpoint(path)
-    assert (
-        Line.load_from_checkpoint(written(tmp_path, hyper_parameters={"lr": 0.7, "_instantiator": "x"})).lr
-        == 0.7
-    )
-
-
-def test_keys_of_lightnings_command_line_are_no_arguments(tmp_path: Path) -> None:
-    """A constructor that takes any argument gets those of the class only."""
-    saved = {"lr": 0.7, "depth": 2, "_instantiator": "x", "_class_path": "some.Module"}
-    assert TakesAny.load_from_checkpoint(written(tmp_path, hyper_parameters=saved)).given == {"depth": 2}
+        Needs.load_from_checkpoint(written(tmp_path, hyper_parameters=nested))
+    given = {"lr": 0.7, "depth": 2, "_instantiator": "x", "_class_path": "some.Module"}
+    path = written(tmp_path, hyper_parameters=given)
+    assert Line.load_from_checkpoint(path).lr == 0.7
+    assert TakesAny.load_from_checkpoint(path).given == {"depth": 2}
 
 
 def of_a_fit(**changes: Any) -> dict[str, Any]:
@@ -306,9 +275,8 @@ def test_a_fit_of_lightnings_continues(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["MixedPrecision", "MixedPrecisionPlugin"])
 def test_the_loss_scaling_of_lightning(key: str) -> None:
     """Its state is found under the name that Lightning 2.0 gives it, and under that of later versions."""
-    assert LightningState(of_a_fit(**LIGHTNING, global_step=6, **{key: {"scale": 8.0}}), "a.ckpt").scaler == {
-        "scale": 8.0
-    }
+    checkpoint = of_a_fit(**LIGHTNING, global_step=6, **{key: {"scale": 8.0}})
+    assert LightningState(checkpoint, "a.ckpt").scaler == {"scale": 8.0}
 
 
 @pytest.mark.parametrize(("is_last", "total"), [(True, 7), (False, 4)])
@@ -339,13 +307,10 @@ def test_what_does_not_continue(tmp_path: Path) -> None:
     ],
 )
 def test_damaged_files_of_lightning(changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
-    """What does not fit is an error with the path."""
+    """What does not fit is an error with the path; so is a file that has weights only."""
     with pytest.raises(CheckpointError, match=rf"lightning.ckpt(?s:.*){problem}"):
         trainer(tmp_path).fit(Line(), loader(), ckpt_path=written(tmp_path, **of_a_fit(**changes)))
-
-
-def test_weights_without_a_fit(tmp_path: Path) -> None:
-    """A file that Lightning has saved with `save_weights_only=True` cannot be continued."""
-    path = written(tmp_path, loops=fit_loop(2, 2, 3, is_last=True))
     with pytest.raises(CheckpointError, match=r"holds no \['optimizer_states', 'lr_schedulers'\]"):
-        trainer(tmp_path).fit(Line(), loader(), ckpt_path=path)
+        trainer(tmp_path).fit(
+            Line(), loader(), ckpt_path=written(tmp_path, loops=fit_loop(2, 2, 3, is_last=True))
+        )

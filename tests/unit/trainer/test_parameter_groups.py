@@ -1,7 +1,5 @@
 """Parameter groups that callbacks add to an optimizer: sent back to the caller, saved and resumed."""
 
-import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +10,7 @@ from torch import Tensor, nn
 from rankwise.callbacks import Callback, ModelCheckpoint
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.trainer import Trainer
-from rankwise.trainer.data.stage_loaders import StageLoaders
-from rankwise.trainer.stages import Stage
-from rankwise.trainer.state_transfer import restore
-from rankwise.trainer.trainer import _run_on_rank
-from tests.unit.trainer.helpers import Line, loader, sent_back, trainer
+from tests.unit.trainer.helpers import Line, fit_elsewhere, loader, saved, trainer
 
 
 class Tuned(Line):
@@ -50,22 +44,6 @@ class AddScale(Callback):
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
         trainer.optimizers[0].add_param_group({"params": nn.Parameter(torch.ones(3))})
-
-
-def fit_elsewhere(train: Trainer, model: Line) -> None:
-    """Fit as spawn does: copies of trainer and module train, and their state is restored here."""
-    their_train, their_model = pickle.loads(pickle.dumps((train, model)))
-    train._set_module(model, "fit")
-    stage = Stage(StageLoaders("fit", {"train": loader(), "validate": None}), seed=0)
-    strategy = copy.copy(train.strategy)
-    strategy.precision = pickle.loads(pickle.dumps(strategy.precision))
-
-    def work() -> Any:
-        return strategy.launch(
-            _run_on_rank, model=their_model, trainer=their_train, stage=stage, brings_state_back=True
-        )
-
-    restore(train.context(model), sent_back(work, model)[1])
 
 
 def fit(folder: Path, max_epochs: int, **options: Any) -> tuple[Trainer, Tuned]:
@@ -115,27 +93,23 @@ def test_groups_are_resumed(epochs: int, precision: str, tmp_path: Path) -> None
 
 def test_a_parameter_that_is_in_no_module(tmp_path: Path) -> None:
     """A parameter that a hook adds must be registered, or training cannot continue; the error says so."""
-    train, model = trainer(tmp_path, max_epochs=1, callbacks=[AddScale()]), Tuned()
+    train, model = trainer(tmp_path, callbacks=[AddScale()]), Tuned()
     fit_elsewhere(train, model)
     train.max_epochs = 2
     with pytest.raises(ConfigurationError, match="a parameter that is in no"):
         fit_elsewhere(train, model)
-    here, other = trainer(tmp_path, max_epochs=1, callbacks=[AddScale()]), Tuned()
-    here.fit(other, loader())
-    here.save_checkpoint(tmp_path / "saved.ckpt")
+    path = saved(tmp_path, Tuned(), callbacks=[AddScale()])
     with pytest.raises(CheckpointError, match="a parameter that is in no module"):
-        trainer(tmp_path, max_epochs=2).fit(Tuned(), loader(), ckpt_path=tmp_path / "saved.ckpt")
+        trainer(tmp_path, max_epochs=2).fit(Tuned(), loader(), ckpt_path=path)
 
 
 def test_other_groups_do_not_fit(tmp_path: Path) -> None:
     """An optimizer with other parameters than those that were saved is refused, as before."""
-    first, model = fit(tmp_path, 2)
-    first.fit(model, loader())
-    first.save_checkpoint(tmp_path / "saved.ckpt")
+    path = saved(tmp_path, Tuned(), max_epochs=2, callbacks=[AddGroups()])
 
     class Other(Tuned):
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam([{"params": [each]} for each in (*self.parameters(), *self.scale)])
 
     with pytest.raises(CheckpointError, match="does not fit the optimizers"):
-        trainer(tmp_path, max_epochs=3).fit(Other(), loader(), ckpt_path=tmp_path / "saved.ckpt")
+        trainer(tmp_path, max_epochs=3).fit(Other(), loader(), ckpt_path=path)

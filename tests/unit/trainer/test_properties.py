@@ -21,11 +21,11 @@ from rankwise.errors import InvalidArgumentError, MissingAttributeError
 from rankwise.loggers import CSVLogger
 from rankwise.trainer import Trainer
 from rankwise.trainer.state import RunningStage, TrainerFn
-from tests.unit.trainer.helpers import Line, loader, samples, trainer
+from tests.unit.trainer.helpers import Line, fitted, loader, samples, trainer
 
 
 class Asks(Line):
-    """Notes what the trainer says when optimizers are configured."""
+    """Notes what the trainer says when optimizers are configured, and when its loader is asked for."""
 
     steps: float
     batches: float
@@ -35,6 +35,11 @@ class Asks(Line):
         self.steps = self.trainer.estimated_stepping_batches
         self.batches = self.trainer.num_training_batches
         return super().configure_optimizers()
+
+    @override
+    def train_dataloader(self) -> Any:
+        self.seen.append("loader")
+        return loader()
 
 
 @pytest.mark.parametrize(
@@ -50,18 +55,13 @@ class Asks(Line):
     ],
 )
 def test_estimated_steps(tmp_path: Path, options: dict[str, Any], steps: int) -> None:
-    """They are known when optimizers are configured, and are those that the fit takes."""
+    """They are known when optimizers are configured, without asking for the data twice, and are right."""
     model, train = Asks(), trainer(tmp_path, **{"max_epochs": 3, **options})
-    train.fit(model, loader())
+    train.fit(model)
+    assert model.seen.count("loader") == 1
     assert (model.steps, train.global_step) == (steps, steps)
     assert model.batches == train.num_training_batches == options.get("limit_train_batches", 4)
     assert train.estimated_stepping_batches == steps
-
-
-def test_estimated_steps_without_an_end(tmp_path: Path) -> None:
-    """Without a limit they are infinite; before a fit the number of batches is unknown."""
-    train = trainer(tmp_path, max_epochs=-1)
-    assert (train.estimated_stepping_batches, train.num_training_batches) == (math.inf, math.inf)
 
 
 class Stream(IterableDataset[Any]):
@@ -74,55 +74,45 @@ class Stream(IterableDataset[Any]):
 
 @pytest.mark.parametrize(("options", "steps"), [({}, math.inf), ({"max_steps": 1}, 1)])
 def test_estimated_steps_of_a_stream(tmp_path: Path, options: dict[str, Any], steps: float) -> None:
-    """Without a length of the data `max_steps` is all that is known."""
+    """Without a length of the data, or a limit of the fit, `max_steps` is all that is known."""
+    train = trainer(tmp_path, max_epochs=-1)
+    assert (train.estimated_stepping_batches, train.num_training_batches) == (math.inf, math.inf)
     model = Asks()
     trainer(tmp_path, **options).fit(model, torch.utils.data.DataLoader(Stream()))
     assert (model.steps, model.batches) == (steps, math.inf)
 
 
-def test_the_loaders_hook_is_called_once(tmp_path: Path) -> None:
-    """Asking for the number of steps does not ask for the data twice."""
-
-    class Own(Asks):
-        @override
-        def train_dataloader(self) -> Any:
-            self.seen.append("loader")
-            return loader()
-
-    model = Own()
-    trainer(tmp_path).fit(model)
-    assert (model.seen.count("loader"), model.steps) == (1, 4)
-
-
-def test_the_module(tmp_path: Path) -> None:
-    """`model` and `lightning_module` are the module; before a stage there is none."""
+def test_the_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`model` and `lightning_module` are the module, or None before a stage; `print` is the built-in one."""
     train, model = trainer(tmp_path), Line()
     assert (train.model, train.lightning_module) == (None, None)
     train.fit(model, loader())
     assert train.model is train.lightning_module is model
+    train.print("a", "b", sep="-")
+    assert capsys.readouterr().out == "a-b\n"
 
 
-class SeesEnd(Line):
-    """Notes `is_last_batch` in its steps."""
+class Sees(Line):
+    """Notes in its steps the last batch, and whether it is evaluated."""
 
     @override
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.seen.append(str(self.trainer.is_last_batch))
+        runs = self.trainer
+        self.seen.append(f"train {runs.is_last_batch} {runs.evaluating} {runs.enable_validation}")
         return self.loss(batch)
+
+    @override
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(f"validate {self.trainer.evaluating}")
 
 
 def test_the_last_batch(tmp_path: Path) -> None:
-    """It is known in the step."""
-    model = SeesEnd()
-    trainer(tmp_path, max_epochs=2, limit_train_batches=3).fit(model, loader())
-    assert model.seen == ["False", "False", "True"] * 2
-
-
-def test_the_machine(tmp_path: Path) -> None:
-    """Numbers of devices and nodes, this one's, and the precision."""
-    train = trainer(tmp_path, precision="bf16-true")
-    assert (train.num_devices, train.device_ids, train.num_nodes, train.node_rank) == (1, [0], 1, 0)
-    assert train.precision == "bf16-true"
+    """It is known in the step, and so is whether it is of an evaluation, and whether the fit has one."""
+    model, train = Sees(), trainer(tmp_path, max_epochs=2, limit_train_batches=3)
+    train.fit(model, loader(), loader(2))
+    assert not train.evaluating
+    trained = [f"train {is_last} False True" for is_last in (False, False, True)]
+    assert model.seen == [*trained, "validate True"] * 2
 
 
 def test_callbacks_by_kind(tmp_path: Path) -> None:
@@ -135,19 +125,6 @@ def test_callbacks_by_kind(tmp_path: Path) -> None:
     assert (train.early_stopping_callbacks, train.checkpoint_callbacks) == (stops, saves)
     assert train.progress_bar_callback is bar
     assert (trainer(tmp_path).early_stopping_callbacks, trainer(tmp_path).progress_bar_callback) == ([], None)
-
-
-def test_the_folder(tmp_path: Path) -> None:
-    """`log_dir` is the logger's; without one it is the Trainer's."""
-    logger = CSVLogger(tmp_path)
-    assert trainer(tmp_path, logger=logger).log_dir == logger.log_dir
-    assert trainer(tmp_path).log_dir == str(tmp_path)
-
-
-def test_print(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It takes what `print` takes."""
-    trainer(tmp_path).print("a", "b", sep="-")
-    assert capsys.readouterr().out == "a-b\n"
 
 
 class Breaks(Line):
@@ -175,31 +152,22 @@ def test_the_state(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("precision", "dtype"), [("32-true", torch.float32), ("64-true", torch.float64)])
 def test_init_module(tmp_path: Path, precision: str, dtype: torch.dtype) -> None:
-    """Parameters are created in the precision's dtype, on the device."""
-    with trainer(tmp_path, precision=precision).init_module():
+    """Parameters are created in the precision's dtype, on the device; without values they are refused."""
+    train = trainer(tmp_path, precision=precision)
+    with train.init_module():
         layer = nn.Linear(2, 2)
     assert (layer.weight.dtype, layer.weight.device) == (dtype, torch.device("cpu"))
     assert torch.get_default_dtype() == torch.float32
-
-
-def test_init_module_without_values(tmp_path: Path) -> None:
-    """Parameters without values are refused."""
-    train = trainer(tmp_path)
     with pytest.raises(InvalidArgumentError, match="empty_init=True"), train.init_module(empty_init=True):
         pass
-
-
-def run(train: Trainer, stage: str, **options: Any) -> Any:
-    """Run a stage."""
-    return getattr(train, stage)(Line(), loader(), **options)
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
 def test_weights_only(tmp_path: Path, stage: str) -> None:
     """Nothing in a checkpoint is run: False is refused, and says what to do."""
-    run(trainer(tmp_path), stage, weights_only=True)
+    getattr(trainer(tmp_path), stage)(Line(), loader(), weights_only=True)
     with pytest.raises(InvalidArgumentError, match=r"weights_only=False.*add_safe_globals"):
-        run(trainer(tmp_path), stage, weights_only=False)
+        getattr(trainer(tmp_path), stage)(Line(), loader(), weights_only=False)
 
 
 @pytest.mark.parametrize(("given", "length"), [(None, 4), (True, 4), (False, 0)])
@@ -268,65 +236,39 @@ def refusal(train: Trainer, name: str) -> MissingAttributeError | None:
     return None
 
 
-class SeesStages(Line):
-    """Notes in its steps whether it is evaluated."""
-
-    @override
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.seen.append(f"train {self.trainer.evaluating} {self.trainer.enable_validation}")
-        return super().training_step(batch, batch_idx)
-
-    @override
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.seen.append(f"validate {self.trainer.evaluating}")
-
-
 def test_values_of_the_strategy(tmp_path: Path) -> None:
-    """What belongs to the strategy can be read at the trainer."""
-    train = trainer(tmp_path)
-    assert train.accelerator == "cpu"
+    """What belongs to the strategy can be read at the trainer: devices, nodes and the precision, too."""
+    train = trainer(tmp_path, precision="bf16-true")
+    assert (train.accelerator, train.precision) == ("cpu", "bf16-true")
+    assert (train.num_devices, train.device_ids, train.num_nodes, train.node_rank) == (1, [0], 1, 0)
     assert train.precision_plugin is train.strategy.precision
     assert train.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}
     assert train.scaler is None
-    scaled = trainer(tmp_path, precision="16-mixed")
-    scaled.fit(Line(), loader())
-    assert scaled.scaler.get_scale() > 1
-
-
-def test_evaluating(tmp_path: Path) -> None:
-    """It is true within an evaluation, also one of a fit; `enable_validation` says whether that has one."""
-    model, train = SeesStages(), trainer(tmp_path, limit_train_batches=1)
-    train.fit(model, loader(), loader(2))
-    assert model.seen == ["train False True", "train 0", "validate True"]
-    assert not train.evaluating
+    assert fitted(tmp_path, precision="16-mixed").scaler.get_scale() > 1
 
 
 def test_one_logger_is_assigned(tmp_path: Path) -> None:
-    """An assigned logger replaces all; None removes them."""
+    """An assigned logger replaces all, None removes them; `log_dir` is the logger's, then the Trainer's."""
     train, logger = trainer(tmp_path, logger=[CSVLogger(tmp_path), CSVLogger(tmp_path)]), CSVLogger(tmp_path)
+    assert trainer(tmp_path, logger=logger).log_dir == logger.log_dir
     train.logger = logger
-    assert (train.loggers, train.logger) == ([logger], logger)
+    assert (train.loggers, train.logger, train.log_dir) == ([logger], logger, logger.log_dir)
     train.logger = None
-    assert (train.loggers, train.logger) == ([], None)
-
-
-def test_a_checkpoint_is_passed_not_assigned(tmp_path: Path) -> None:
-    """An assigned path would have no effect; the error says where it is passed."""
-    train = trainer(tmp_path)
-    with pytest.raises(MissingAttributeError, match=r"trainer\.fit\(model, ckpt_path='last'\)"):
-        train.ckpt_path = "last"
-    assert train.ckpt_path is None
+    assert (train.loggers, train.logger, train.log_dir) == ([], None, str(tmp_path))
+    assert trainer(tmp_path).log_dir == str(tmp_path)
 
 
 def test_arguments_of_save_checkpoint(tmp_path: Path) -> None:
-    """They have Lightning's names; options for storage are refused."""
-    train = trainer(tmp_path)
-    train.fit(Line(), loader())
+    """They have Lightning's names; options for storage are refused, and a path that is assigned."""
+    train = fitted(tmp_path)
     train.save_checkpoint(filepath=tmp_path / "a.ckpt", weights_only=None, storage_options=None)
     assert "optimizer_states" in torch.load(tmp_path / "a.ckpt", weights_only=True)
     options: Any = {"ttl": 3}
     with pytest.raises(InvalidArgumentError, match=r"storage_options=.*CheckpointIO"):
         train.save_checkpoint(tmp_path / "b.ckpt", storage_options=options)
+    with pytest.raises(MissingAttributeError, match=r"trainer\.fit\(model, ckpt_path='last'\)"):
+        train.ckpt_path = "last"  # would have no effect
+    assert train.ckpt_path is None
 
 
 class Stages(Callback):

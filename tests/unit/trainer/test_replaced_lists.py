@@ -7,7 +7,7 @@ from typing import Any
 from rankwise.callbacks import Callback, ModelCheckpoint
 from rankwise.loggers import Logger
 from rankwise.trainer import Trainer
-from tests.unit.trainer.helpers import Line, loader, trainer
+from tests.unit.trainer.helpers import Line, fitted, loader, trainer
 
 
 class Recording(Logger):
@@ -47,21 +47,20 @@ class Replacing(Line):
         return super().training_step(batch, batch_idx)
 
 
-def test_new_loggers_get_the_next_metrics(tmp_path: Path) -> None:
-    """The new loggers get the metrics from then on; the old ones are finalized too."""
-    old, new = Recording(), Recording()
-    train = trainer(tmp_path, logger=old, log_every_n_steps=1)
-    train.fit(Replacing(lambda train: setattr(train, "loggers", [new])), loader(8, 2))
+def test_what_new_loggers_and_callbacks_get(tmp_path: Path) -> None:
+    """New loggers get the metrics from then on, and the old ones are finalized too.
+
+    Hooks of new callbacks are called from the next one on, and the old ones' no more.
+    """
+    old, new, before, after = Recording(), Recording(), Noting(), Noting()
+
+    def replace(train: Trainer) -> None:
+        train.loggers, train.callbacks = [new], [after]
+
+    fitted(tmp_path, Replacing(replace), logger=old, callbacks=before, log_every_n_steps=1)
     assert (old.steps, new.steps) == ([0, 1], [2, 3])
     assert (old.ends, new.ends) == (["success"], ["success"])
-
-
-def test_new_callbacks_get_the_next_hook(tmp_path: Path) -> None:
-    """The new callbacks' hooks are called from the next hook on, and the old ones' no more."""
-    old, new = Noting(), Noting()
-    train = trainer(tmp_path, callbacks=old)
-    train.fit(Replacing(lambda train: setattr(train, "callbacks", [new])), loader(8, 2))
-    assert (old.batches, new.batches) == ([0, 1], [2, 3])
+    assert (before.batches, after.batches) == ([0, 1], [2, 3])
 
 
 def test_a_new_checkpoint_callback_saves(tmp_path: Path) -> None:

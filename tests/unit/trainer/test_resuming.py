@@ -72,28 +72,13 @@ class EndAt(Callback):
     def __init__(self, moment: float) -> None:
         self.left = moment
 
-    def tick(self) -> None:
+    def tick(self, *_: Any, **__: Any) -> None:
         self.left -= 1
         if self.left < 0:
             raise InterruptedError
 
-    def on_train_epoch_start(self, *_: Any) -> None:
-        self.tick()
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.tick()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.tick()
-
-    def on_validation_start(self, *_: Any) -> None:
-        self.tick()
-
-    def on_validation_end(self, *_: Any) -> None:
-        self.tick()
-
-    def on_train_epoch_end(self, *_: Any) -> None:
-        self.tick()
+    on_train_epoch_start = on_train_batch_start = on_train_batch_end = tick
+    on_validation_start = on_validation_end = on_train_epoch_end = tick
 
 
 def run(
@@ -155,6 +140,7 @@ def interrupted(folder: Path, make_loader: Any, moments: tuple[int, ...], **opti
         ((19, 1, 25), {}),  # in the validation at the end of an epoch; at the end of an epoch
         ((6, 6), {"accumulate_grad_batches": 2, "val_check_interval": 1.0}),
         ((8,), {"max_steps": 10}),
+        ((9,), {"use_distributed_sampler": False}),  # the loader's own order is kept too
     ],
 )
 def test_ends_the_same(moments: tuple[int, ...], options: dict[str, Any], tmp_path: Path) -> None:
@@ -190,14 +176,17 @@ def test_other_loaders(make_loader: Any, tmp_path: Path) -> None:
 
 
 class Dealt:
-    """A batch sampler of the user's own."""
+    """A batch sampler of the user's own, of 5 batches."""
+
+    def __init__(self, length: int = 5) -> None:
+        self.length = length
 
     def __iter__(self) -> Any:
         order = torch.randperm(SAMPLES).tolist()
         return (order[at : at + 4] for at in range(0, SAMPLES - 2, 4))
 
     def __len__(self) -> int:
-        return 5
+        return self.length
 
 
 def test_the_users_generator(tmp_path: Path) -> None:
@@ -213,21 +202,10 @@ def test_the_users_generator(tmp_path: Path) -> None:
     assert undisturbed(tmp_path / "other", make_loader(6)) != whole
 
 
-def test_users_own_split(tmp_path: Path) -> None:
-    """With use_distributed_sampler=False the loader's own order is kept too."""
-    options = {"use_distributed_sampler": False}
-    assert interrupted(tmp_path, loader, (9,), **options) == undisturbed(tmp_path, loader(), **options)
-
-
 def test_length_that_is_wrong(tmp_path: Path) -> None:
     """A loader that ends before its length says so is an error, not an epoch without an end."""
-
-    class TooLong(Dealt):
-        def __len__(self) -> int:
-            return 7
-
     with pytest.raises(ConfigurationError, match="has a length of 7 batches, but it ended after 5"):
-        run(tmp_path, DataLoader(Noisy(), batch_sampler=TooLong()), 7)
+        run(tmp_path, DataLoader(Noisy(), batch_sampler=Dealt(7)), 7)
 
 
 class Signalled(Net):
@@ -277,52 +255,50 @@ class Rates(Line):
         super().lr_scheduler_step(scheduler, metric)
 
 
-@pytest.mark.parametrize("has_metric", [True, False])
-def test_a_scheduler_that_follows_a_metric(tmp_path: Path, has_metric: bool) -> None:
-    """It steps after the checkpoints of its epoch; a run that resumes from one steps it first, once."""
+def test_a_scheduler_that_follows_a_metric(tmp_path: Path) -> None:
+    """It steps after the checkpoints of its epoch; a run that resumes from one steps it first, once.
+
+    A checkpoint without the metric is refused.
+    """
     saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     whole = Rates()
     train = trainer(tmp_path, max_epochs=3, callbacks=saving, enable_checkpointing=True)
     train.fit(whole, simple_loader(), simple_loader())
     path = tmp_path / "epoch=1.ckpt"
-    if not has_metric:
-        saved = torch.load(path)
-        for rank in saved["ranks"]:
-            rank["metrics"] = {name: {} for name in rank["metrics"]}
-        torch.save(saved, path)
     resumed, again = Rates(), trainer(tmp_path, max_epochs=3)
-    if not has_metric:
-        with pytest.raises(ConfigurationError, match="monitors 'val_loss', which was not logged"):
-            again.fit(resumed, simple_loader(), simple_loader(), ckpt_path=path)
-        return
     again.fit(resumed, simple_loader(), simple_loader(), ckpt_path=path)
     rates = [each for each in resumed.seen if each.startswith("rate")]
     assert rates == ["rate 1.0", "rate 2.0"]
     assert again.optimizers[0].param_groups[0]["lr"] == train.optimizers[0].param_groups[0]["lr"] == 1e-3 / 4
     assert torch.equal(resumed.layer.weight, whole.layer.weight)
+    saved = torch.load(path)
+    for rank in saved["ranks"]:
+        rank["metrics"] = {name: {} for name in rank["metrics"]}
+    torch.save(saved, path)
+    with pytest.raises(ConfigurationError, match="monitors 'val_loss', which was not logged"):
+        trainer(tmp_path, max_epochs=3).fit(Rates(), simple_loader(), simple_loader(), ckpt_path=path)
 
 
 class LateValidation(Line):
     """Draws random numbers in training, and when it makes the loader of validation."""
+
+    count = 2
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step([batch[0] + torch.rand(()), batch[1]], batch_idx)
 
     def val_dataloader(self) -> Any:
         self.seen.append(f"loader {torch.rand(()):.6f}")
-        return simple_loader(2)
+        return simple_loader(self.count)
 
 
 def test_loaders_of_a_later_validation(tmp_path: Path) -> None:
     """They are made when it begins, with random numbers that do not change those of training."""
     ends, loaders = [], []
-    for has_validation in (True, False):
+    for limit in (None, 0):
         torch.manual_seed(1)
-        model = LateValidation()
-        limit = None if has_validation else 0
-        trainer(tmp_path, max_epochs=2, check_val_every_n_epoch=2, limit_val_batches=limit).fit(
-            model, simple_loader(2)
-        )
+        model, options = LateValidation(), {"check_val_every_n_epoch": 2, "limit_val_batches": limit}
+        trainer(tmp_path, max_epochs=2, **options).fit(model, simple_loader(2))
         ends.append(model.layer.weight.tolist())
         loaders.append([each.split()[0] for each in model.seen])
     assert loaders == [["train", "train", "loader", "validate"], ["train", "train"]]
@@ -331,14 +307,10 @@ def test_loaders_of_a_later_validation(tmp_path: Path) -> None:
 
 def test_a_later_validation_without_a_batch(tmp_path: Path) -> None:
     """It does not run; nor do later ones."""
-
-    class Empty(LateValidation):
-        def val_dataloader(self) -> Any:
-            self.seen.append("loader")
-            return simple_loader(0)
-
-    model, train = Empty(), trainer(tmp_path, max_epochs=4, check_val_every_n_epoch=2)
+    model, train = LateValidation(), trainer(tmp_path, max_epochs=4, check_val_every_n_epoch=2)
+    model.count = 0
     with pytest.warns(UserWarning, match="The validation loader is empty"):
         train.fit(model, simple_loader(2))
-    assert model.seen == ["train 0", "train 0", "loader", "train 0", "train 0"]
+    seen = [each.split(" 0.")[0] for each in model.seen]  # without the number that is drawn
+    assert seen == ["train 0", "train 0", "loader", "train 0", "train 0"]
     assert not train.has_validation

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.trainer.helpers import Line, loader, trainer
+from tests.unit.trainer.helpers import Line, fitted, loader, trainer
 
 Flags = tuple[bool, bool, bool, str | None]
 
@@ -61,27 +61,19 @@ def test_in_force_within_stages(tmp_path: Path, arguments: dict[str, Any], withi
 def test_deterministic_excludes_benchmarking(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], within: bool
 ) -> None:
-    """With deterministic cuDNN chooses its algorithm without a benchmark, unless that is asked for."""
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    model = Looking()
-    trainer(tmp_path, max_steps=1, deterministic=True, **arguments).fit(model, loader())
-    assert model.flags[0][2] is within
-    assert torch.backends.cudnn.benchmark
+    """With deterministic cuDNN chooses its algorithm without a benchmark, unless that is asked for.
 
-
-def test_put_back_after_a_failure(tmp_path: Path) -> None:
-    """They are restored after an error too."""
+    Flags are restored after an error too. A cuBLAS workspace that the user has set is used, and kept.
+    """
     with pytest.raises(RuntimeError):
-        trainer(tmp_path, deterministic=True, benchmark=True).fit(Looking(fails=True), loader())
+        fitted(tmp_path, Looking(fails=True), deterministic=True, benchmark=True)
     assert flags() == (False, False, False, None)
-
-
-def test_the_users_workspace_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cuBLAS workspace that the user has set is used, and kept."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     model = Looking()
-    trainer(tmp_path, max_steps=1, deterministic=True).fit(model, loader())
-    assert model.flags[0][3] == ":16:8" == os.environ["CUBLAS_WORKSPACE_CONFIG"]
+    fitted(tmp_path, model, max_steps=1, deterministic=True, **arguments)
+    assert model.flags[0] == (True, False, within, ":16:8")
+    assert flags() == (False, False, True, ":16:8")
 
 
 def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

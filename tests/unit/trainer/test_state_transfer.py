@@ -1,7 +1,6 @@
 """State that is sent to a worker and back: here through a pickle."""
 
 import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rankwise.callbacks import Callback, ModelCheckpoint
 from rankwise.processes.returned_state import AttributesBefore, ObjectState
-from rankwise.trainer import Trainer
-from rankwise.trainer.data.stage_loaders import StageLoaders
-from rankwise.trainer.stages import Stage
-from rankwise.trainer.state_transfer import restore
-from rankwise.trainer.trainer import _run_on_rank
-from tests.unit.trainer.helpers import Line, loader, samples, sent_back, trainer
+from tests.unit.trainer.helpers import Line, fit_elsewhere, loader, samples, sent_back, trainer
 
 
 class Growing(Line):
@@ -57,22 +51,6 @@ class Growing(Line):
 def send(value: Any) -> Any:
     """Return what a worker gets for a value."""
     return sent_back(lambda: value, nn.Module())
-
-
-def fit_elsewhere(train: Trainer, model: Line, their_model: Any = None) -> None:
-    """Fit as spawn does: copies of trainer and module train, and their state is restored here."""
-    their_train, their_copy = pickle.loads(pickle.dumps((train, None if their_model else model)))
-    their_model = their_model or their_copy
-    stage = Stage(StageLoaders("fit", {"train": loader(), "validate": None}), seed=0)
-    train._set_module(model, "fit")
-
-    def work() -> Any:
-        return train.strategy.launch(
-            _run_on_rank, model=their_model, trainer=their_train, stage=stage, brings_state_back=True
-        )
-
-    _, state = sent_back(work, model, train.context(model))
-    restore(train.context(model), state)
 
 
 class Adapter(nn.Module):
@@ -121,6 +99,8 @@ class Changing(Line):
     def __init__(self, way: str) -> None:
         super().__init__()
         self.way = way
+        if way == "lazy":
+            self.layer = nn.LazyLinear(1)
         self.extra = nn.Linear(2, 1)
         self.late: Any = None
 
@@ -151,7 +131,9 @@ class Changing(Line):
             self.reparametrize()
 
     def reparametrize(self) -> None:
-        if self.way == "parametrized":
+        if self.way == "lazy":
+            self.layer(torch.zeros(1, 2))
+        elif self.way == "parametrized":
             parametrize.register_parametrization(self.layer, "weight", Doubled())
         elif self.way == "several":
             parametrizations.spectral_norm(self.layer)
@@ -172,12 +154,27 @@ class Changing(Line):
         self.log("loss", loss)
         return loss
 
+    def on_train_end(self) -> None:
+        if self.way == "frozen":
+            self.layer.bias.requires_grad_(False)
+
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
 WAYS = [
-    *("adapter", "compiled", "removed", "moved", "tied", "taken over", "was None", "shared", "frozen"),
+    *(
+        "adapter",
+        "lazy",
+        "compiled",
+        "removed",
+        "moved",
+        "tied",
+        "taken over",
+        "was None",
+        "shared",
+        "frozen",
+    ),
     *("parametrized", "several", "parametrized adapter", "another class", "weight norm", "pruned"),
 ]
 
@@ -201,6 +198,8 @@ def test_changed_submodules_come_back(tmp_path: Path, way: str) -> None:
     for name, value in here.state_dict().items():
         assert torch.equal(elsewhere.state_dict()[name], value), name
     assert [part.training for part in elsewhere.modules()] == [part.training for part in here.modules()]
+    for there, expected in zip(elsewhere.parameters(), here.parameters(), strict=True):
+        assert there.requires_grad == expected.requires_grad
     states = [train.optimizers[0].state_dict()["state"] for train in trains]
     assert [list(map(float, map(torch.sum, state.values()))) for state in states[0].values()] == [
         list(map(float, map(torch.sum, state.values()))) for state in states[1].values()
@@ -218,17 +217,16 @@ def test_changed_submodules_come_back(tmp_path: Path, way: str) -> None:
         assert elsewhere.extra.weight is elsewhere.late.weight
 
 
+class Removing(Line):
+    """Removes a parametrization in `setup`."""
+
+    def setup(self, stage: str) -> None:
+        parametrize.remove_parametrizations(self.layer, "weight")
+
+
 def test_removed_parametrizations_come_back(tmp_path: Path) -> None:
     """A layer whose parametrization a stage removes has its own class again, and its weight."""
-
-    class Removing(Changing):
-        def setup(self, stage: str) -> None:
-            if self.way == "removed":
-                parametrize.remove_parametrizations(self.layer, "weight")
-
-    globals()["Removing"] = Removing  # pickles by name
-    Removing.__qualname__ = "Removing"
-    module = Removing("removed")
+    module = Removing()
     weight = module.layer.weight
     parametrize.register_parametrization(module.layer, "weight", Doubled())
     there = send(module)
@@ -237,48 +235,6 @@ def test_removed_parametrizations_come_back(tmp_path: Path) -> None:
     assert type(module.layer) is nn.Linear
     assert module.layer.weight is weight
     assert torch.equal(module.layer.weight, there.layer.weight)
-
-
-def test_weights_come_back_in_place(tmp_path: Path) -> None:
-    """Parameters keep their identity, and have the values of a fit in this process."""
-    here, elsewhere = Line(), Line()
-    trainer(tmp_path).fit(here, loader())
-    weight = elsewhere.layer.weight
-    fit_elsewhere(trainer(tmp_path), elsewhere)
-    assert elsewhere.layer.weight is weight
-    assert torch.equal(weight, here.layer.weight)
-
-
-def test_what_is_new_comes_back(tmp_path: Path) -> None:
-    """Parameters, buffers and layers that the worker created exist afterwards."""
-    here, elsewhere = Growing(), Growing()
-    trainer(tmp_path).fit(here, loader())
-    fit_elsewhere(trainer(tmp_path), elsewhere)
-    assert isinstance(elsewhere.scale, nn.Parameter)
-    assert elsewhere.hparams == {"batches": 4}
-    for name, value in here.state_dict().items():
-        assert torch.equal(elsewhere.state_dict()[name], value), name
-
-
-def test_lazy_parameters_come_back(tmp_path: Path) -> None:
-    """A lazy parameter gets the worker's shape, and keeps its identity."""
-
-    class Lazy(Line):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.LazyLinear(1)
-
-        def setup(self, stage: str) -> None:
-            self.layer(torch.zeros(1, 2))
-
-    globals()["Lazy"] = Lazy  # pickles by name
-    Lazy.__qualname__ = "Lazy"
-    model = Lazy()
-    weight = model.layer.weight
-    fit_elsewhere(trainer(tmp_path), model)
-    assert model.layer.weight is weight
-    assert weight.shape == (1, 2)
-    assert model.layer(torch.zeros(5, 2)).shape == (5, 1)
 
 
 def test_facts_come_back(tmp_path: Path) -> None:
@@ -297,37 +253,29 @@ def test_facts_come_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("are_used", [True, False])
 def test_second_fit_elsewhere_goes_on(tmp_path: Path, are_used: bool) -> None:
-    """Two fits elsewhere equal one of two epochs here; an optimizer that is used stays the same."""
+    """Two fits elsewhere equal one of two epochs here, with what is new; a used optimizer stays the same."""
     here, elsewhere = Growing(), Growing()
     trainer(tmp_path, max_epochs=2).fit(here, loader())
     train = trainer(tmp_path)
     fit_elsewhere(train, elsewhere)
+    assert isinstance(elsewhere.scale, nn.Parameter)
+    assert elsewhere.late == 4
+    assert elsewhere.hparams == {"batches": 4}
     used = train.optimizers[0] if are_used else None
     train.max_epochs = 2
     fit_elsewhere(train, elsewhere)
-    assert torch.equal(here.layer.weight, elsewhere.layer.weight)
+    assert list(elsewhere.state_dict()) == list(here.state_dict())
+    for name, value in here.state_dict().items():
+        assert torch.equal(elsewhere.state_dict()[name], value), name
     assert train.global_step == 8
     assert used is None or used.state[elsewhere.layer.weight]["step"] == 8
     assert used in (None, train.optimizers[0])
 
 
-def test_frozen_parameters_come_back_frozen(tmp_path: Path) -> None:
-    """Parameters that the worker freezes are frozen afterwards."""
-
-    class Freezing(Line):
-        def on_train_end(self) -> None:
-            self.layer.bias.requires_grad_(False)
-
-    globals()["Freezing"] = Freezing  # pickles by name
-    Freezing.__qualname__ = "Freezing"
-    model = Freezing()
-    fit_elsewhere(trainer(tmp_path), model)
-    assert not model.layer.bias.requires_grad
-    assert model.layer.weight.requires_grad
-
-
 class Keeping(Line):
     """Changes plain attributes, its own and a submodule's, in several ways."""
+
+    expanded: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -337,6 +285,12 @@ class Keeping(Line):
         self.data, self.opened = samples(), open  # not changed
         self.references: Any = None
         self.optimizer: Any = None
+        self.register_buffer("expanded", torch.zeros(1).expand(3))
+        self.plain = torch.zeros(1).expand(3)
+        with torch.inference_mode():
+            self.inferred = torch.zeros(3)
+        self.nested: list[Any] = []
+        self.nested.append(self.nested)
 
     def setup(self, stage: str) -> None:
         del self.gone
@@ -353,9 +307,16 @@ class Keeping(Line):
         self.counts["steps"] += 1
         self.mean += 1
 
+    def on_train_end(self) -> None:
+        self.expanded, self.plain, self.inferred = (torch.arange(3.0) for _ in range(3))
+        self.nested.append("new")
+
 
 def test_attributes_come_back(tmp_path: Path) -> None:
-    """Attributes are as after a fit in this process; lists, dictionaries and tensors are the same objects."""
+    """Attributes are as after a fit in this process; lists, dictionaries and tensors are the same objects.
+
+    Expanded tensors and those of inference mode are replaced; a list may contain itself.
+    """
     here, elsewhere, train = Keeping(), Keeping(), trainer(tmp_path)
     trainer(tmp_path).fit(here, loader())
     losses, counts, mean, data = elsewhere.losses, elsewhere.counts, elsewhere.mean, elsewhere.data
@@ -373,6 +334,9 @@ def test_attributes_come_back(tmp_path: Path) -> None:
     assert type(new) is nn.ReLU
     assert elsewhere.data is data  # data sets are not sent
     assert train.optimizers[0] is elsewhere.optimizer  # created at its first use
+    for tensor in (elsewhere.expanded, elsewhere.plain, elsewhere.inferred):
+        assert tensor.tolist() == [0, 1, 2]
+    assert elsewhere.nested[-1] == "new"
 
 
 class KeepingCallback(Callback):
@@ -387,42 +351,38 @@ class KeepingCallback(Callback):
         self.module = module
 
 
+class Adding(Callback):
+    """Adds another callback of its kind when a fit starts."""
+
+    count = 0
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        trainer.callbacks = [Adding(), *trainer.callbacks]
+
+    def on_fit_end(self, trainer: Any, module: Any) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert state_dict == {"count": 1}
+
+
 def test_attributes_of_callbacks_come_back(tmp_path: Path) -> None:
-    """They need no `state_dict` for it; references to the module are to the caller's."""
-    callback, model = KeepingCallback(), Line()
+    """They need no `state_dict` for it; references to the module are to the caller's.
+
+    The state of a callback that the caller has comes back, though a stage has added one of its kind.
+    """
+    callback, adding, model = KeepingCallback(), Adding(), Line()
     losses = callback.losses
-    fit_elsewhere(trainer(tmp_path, callbacks=callback), model)
+    train = trainer(tmp_path, callbacks=[callback, adding])
+    fit_elsewhere(train, model)
     assert callback.losses is losses
     assert len(losses) == 4
     assert callback.module is model
-
-
-class Fixed(Line):
-    """Replaces tensors that cannot be changed in place, and has a list that contains itself."""
-
-    expanded: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("expanded", torch.zeros(1).expand(3))
-        self.plain = torch.zeros(1).expand(3)
-        with torch.inference_mode():
-            self.inferred = torch.zeros(3)
-        self.nested: list[Any] = []
-        self.nested.append(self.nested)
-
-    def on_train_end(self) -> None:
-        self.expanded, self.plain, self.inferred = (torch.arange(3.0) for _ in range(3))
-        self.nested.append("new")
-
-
-def test_what_cannot_be_changed_in_place_comes_back(tmp_path: Path) -> None:
-    """Expanded tensors and those of inference mode are replaced; a list may contain itself."""
-    model = Fixed()
-    fit_elsewhere(trainer(tmp_path), model)
-    for tensor in (model.expanded, model.plain, model.inferred):
-        assert tensor.tolist() == [0, 1, 2]
-    assert model.nested[-1] == "new"
+    assert adding.count == 1
+    assert train.callbacks == [callback, adding]
 
 
 class FailsToLoad:
@@ -430,23 +390,6 @@ class FailsToLoad:
 
     def __reduce__(self) -> Any:
         return FailsToLoad, ("an argument too many",)
-
-
-class Unsendable(Line):
-    """Sets attributes that cannot be sent."""
-
-    def setup(self, stage: str) -> None:
-        self.function = lambda: None
-        vars(self.layer)["fails"] = [FailsToLoad()]
-
-
-def test_attributes_that_cannot_come_back(tmp_path: Path) -> None:
-    """They are named in a warning, and the rest comes back."""
-    model = Unsendable()
-    with pytest.warns(UserWarning, match=r"cannot be returned.*\(function: .*layer \(fails: TypeError: "):
-        fit_elsewhere(trainer(tmp_path), model)
-    assert not {"function", "fails"} & {*vars(model), *vars(model.layer)}
-    assert model.seen
 
 
 class OnlyThere:
@@ -473,24 +416,27 @@ class Partly(Line):
         self.hparams["lr"] = 0.2
         self.hparams["data"] = samples(4)
         self.read_back, self.note = OnlyThere(), "new"
+        self.made = lambda: None
+        vars(self.layer)["fails"] = [FailsToLoad()]
 
 
-def test_items_that_can_come_back(tmp_path: Path) -> None:
-    """Items beside one that cannot be sent come back; so do attributes beside one that cannot be read.
+def test_attributes_that_cannot_come_back(tmp_path: Path) -> None:
+    """They are named in a warning; what is beside them comes back, and so do items beside one.
 
     What has not changed is neither sent nor in a warning, and data sets stay where they are.
     """
     model = Partly()
     function, data, table = model.hparams["function"], model.hparams["data"], model.table
-    read_back = pytest.warns(UserWarning, match=r"cannot be returned.*read_back: ImportError: no module")
-    with read_back as caught:
+    named = r"cannot be returned.*read_back: ImportError: no module.*made: .*layer \(fails: TypeError: "
+    with pytest.warns(UserWarning, match=named) as caught:
         fit_elsewhere(trainer(tmp_path), model, copy.deepcopy(model))  # as a fork
     assert "function" not in str(caught[0].message)
+    assert not {"made", "fails", "read_back"} & {*vars(model), *vars(model.layer)}
     assert (model.hparams["lr"], model.note) == (0.2, "new")
+    assert len(model.seen) == 4
     assert model.hparams["function"] is function
     assert model.hparams["data"] is data
     assert model.table is table
-    assert not hasattr(model, "read_back")
 
 
 @pytest.mark.parametrize("value", [[1], {"a": torch.zeros(2)}, torch.zeros(2), {"f": [print, Line]}, [open]])
@@ -507,38 +453,3 @@ def test_unchanged_attributes(value: Any) -> None:
     else:
         value += 1
     assert "value" in ObjectState(model, before)._changed
-
-
-def test_module_is_copied_without_its_trainer(tmp_path: Path) -> None:
-    """A copy of a trained module, for example for averaging, does not copy the trainer."""
-    model = Line()
-    trainer(tmp_path).fit(model, loader())
-    assert copy.deepcopy(model)._trainer is None
-    assert model._trainer is not None
-
-
-class Adding(Callback):
-    """Adds another callback of its kind when a fit starts."""
-
-    count = 0
-
-    def on_fit_start(self, trainer: Any, module: Any) -> None:
-        trainer.callbacks = [Adding(), *trainer.callbacks]
-
-    def on_fit_end(self, trainer: Any, module: Any) -> None:
-        self.count += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        assert state_dict == {"count": 1}
-
-
-def test_a_callback_that_a_stage_has_added(tmp_path: Path) -> None:
-    """The state of the callback that the caller has comes back."""
-    callback = Adding()
-    train = trainer(tmp_path, callbacks=callback)
-    fit_elsewhere(train, Line())
-    assert callback.count == 1
-    assert train.callbacks == [callback]

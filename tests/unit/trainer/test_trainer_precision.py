@@ -13,7 +13,7 @@ from rankwise.precision import MasterWeightsPrecision, Precision, create_precisi
 from rankwise.processes.returned_state import ReturnedState, StateBefore
 from rankwise.strategies import SingleDeviceStrategy
 from rankwise.trainer.state_transfer import capture, known_to_caller, restore
-from tests.unit.trainer.helpers import Line, loader, sent_back, trainer
+from tests.unit.trainer.helpers import Line, fitted, loader, saved, sent_back, trainer
 
 NAMES = ["64-true", "bf16-mixed", "16-mixed", "16-true", "bf16-true", "16-master", "bf16-master"]
 
@@ -34,16 +34,10 @@ def test_training_learns(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path, name: str) -> None:
     """Scale and 32-bit copies are in the checkpoint: the weights are bit-identical."""
-    whole = trainer(tmp_path, precision=name, max_epochs=4)
-    model = Line()
-    whole.fit(model, loader())
-
-    first = trainer(tmp_path, precision=name, max_epochs=2)
-    first.fit(Line(), loader())
-    first.save_checkpoint(tmp_path / "half.ckpt")
-    resumed, other = trainer(tmp_path, precision=name, max_epochs=4), Line()
-    resumed.fit(other, loader(), ckpt_path=tmp_path / "half.ckpt")
-
+    model, other = Line(), Line()
+    whole = fitted(tmp_path, model, precision=name, max_epochs=4)
+    resumed = trainer(tmp_path, precision=name, max_epochs=4)
+    resumed.fit(other, loader(), ckpt_path=saved(tmp_path, precision=name, max_epochs=2))
     assert resumed.global_step == whole.global_step
     assert torch.equal(other.layer.weight, model.layer.weight)
     assert resumed.strategy.precision.state_dict().keys() == whole.strategy.precision.state_dict().keys()
@@ -52,9 +46,8 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path, name: str)
 @pytest.mark.parametrize("name", ["16-mixed", "16-true", "16-master"])
 def test_state_comes_back(tmp_path: Path, name: str) -> None:
     """A worker's formats, scale and copies are restored in the caller; parameters keep their identity."""
-    there, model = trainer(tmp_path, precision=name), Line()
-    there.fit(model, loader())
-    here, mine = trainer(tmp_path, precision=name), Line()
+    model, mine = Line(), Line()
+    there, here = fitted(tmp_path, model, precision=name), trainer(tmp_path, precision=name)
 
     def captured() -> ReturnedState | None:
         return capture(there.context(model), StateBefore(known_to_caller(there.context(model))))
@@ -79,8 +72,7 @@ def test_state_comes_back(tmp_path: Path, name: str) -> None:
 def test_trainers_with_one_strategy_have_their_own_precision(tmp_path: Path, name: str) -> None:
     """The second trainer has the same options, but neither the first one's loss scale nor its copies."""
     strategy = SingleDeviceStrategy(precision=create_precision(name))
-    first = trainer(tmp_path, strategy=strategy, accelerator="auto", devices="auto")
-    first.fit(Line(), loader())
+    first = fitted(tmp_path, strategy=strategy, accelerator="auto", devices="auto")
     before = first.strategy.precision.state_dict()
     second = trainer(tmp_path, strategy=strategy, accelerator="auto", devices="auto")
     unused = create_precision(name).state_dict()
@@ -90,45 +82,49 @@ def test_trainers_with_one_strategy_have_their_own_precision(tmp_path: Path, nam
     assert second.strategy.precision.state_dict()["scaler"] != before["scaler"]
 
 
-def test_copies_of_another_module_are_refused(tmp_path: Path) -> None:
-    """A checkpoint whose master weights do not fit is a CheckpointError."""
-    first = trainer(tmp_path, precision="16-master")
-    first.fit(Line(), loader())
-    first.save_checkpoint(tmp_path / "a.ckpt")
-    checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
+def test_copies_in_a_checkpoint(tmp_path: Path) -> None:
+    """A checkpoint holds 32-bit values that the module's 16-bit weights are the rounding of.
+
+    One whose master weights do not fit is a CheckpointError.
+    """
+    model, plugins = Line(), [MasterWeightsPrecision("bf16-master")]
+    path = saved(tmp_path, model, plugins=plugins, max_epochs=3)
+    checkpoint = torch.load(path, weights_only=True)
+    [[weight, _]] = checkpoint["precision"]["masters"]
+    assert weight.dtype is torch.float32
+    assert not torch.equal(weight, model.layer.weight.float())
+    assert torch.equal(weight.bfloat16(), checkpoint["state_dict"]["layer.weight"])
     checkpoint["precision"]["masters"] = [[torch.ones(3)]]
-    torch.save(checkpoint, tmp_path / "b.ckpt")
+    torch.save(checkpoint, path)
     with pytest.raises(CheckpointError, match="master weights do not fit"):
-        trainer(tmp_path, precision="16-master", max_epochs=2).fit(
-            Line(), loader(), ckpt_path=tmp_path / "b.ckpt"
-        )
-
-
-def test_configure_hook(tmp_path: Path) -> None:
-    """`Precision.configure` sees module and optimizers, before a checkpoint's state is loaded."""
-    seen: list[Any] = []
-
-    class Noting(Precision):
-        def configure(self, module: Any, optimizers: Any) -> None:
-            seen.append((module, list(optimizers)))
-
-    model, train = Line(), trainer(tmp_path, plugins=[Noting()])
-    train.fit(model, loader())
-    assert seen == [(model, train.optimizers)]
+        trainer(tmp_path, plugins=plugins, max_epochs=4).fit(Line(), loader(), ckpt_path=path)
 
 
 class Replacing(Precision):
-    """Returns from `configure` what it was given."""
+    """Notes what `configure` is given, and returns what `make` makes of it."""
 
     def __init__(self, make: Callable[[Any, Any], Any]) -> None:
         self.make = make
+        self.given: list[Any] = []
 
     def configure(self, module: Any, optimizers: Any) -> Any:
+        self.given.append((module, list(optimizers)))
         return self.make(module, optimizers)
 
 
+class Scheduled(Line):
+    """Has a scheduler, which would go on with an optimizer that no longer steps."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
 def test_what_configure_returns_is_used(tmp_path: Path) -> None:
-    """Optimizers that `configure` returns step in place of the given ones, in every fit."""
+    """Optimizers that `configure` returns step in place of the given ones, in every fit.
+
+    It sees module and optimizers, before a checkpoint's state is loaded, and replaces no scheduled optimizer.
+    """
     other = Replacing(lambda module, optimizers: (module, [torch.optim.SGD(module.parameters(), lr=123.0)]))
     model, train = Line(), trainer(tmp_path, plugins=[other])
     before = model.layer.weight.detach().clone()
@@ -136,6 +132,11 @@ def test_what_configure_returns_is_used(tmp_path: Path) -> None:
         train.fit(model, loader())
         assert train.optimizers[0].param_groups[0]["lr"] == 123.0
     assert float((model.layer.weight.detach() - before).abs().max()) > 10
+    with pytest.raises(ConfigurationError, match="a learning rate scheduler changes"):
+        fitted(tmp_path, Scheduled(), plugins=[other])
+    noting = Replacing(lambda module, optimizers: None)
+    train = fitted(tmp_path, model, plugins=[noting])
+    assert noting.given == [(model, train.optimizers)]
 
 
 @pytest.mark.parametrize(
@@ -152,29 +153,4 @@ def test_what_configure_returns_is_used(tmp_path: Path) -> None:
 def test_what_configure_cannot_return(tmp_path: Path, make: Callable[[Any, Any], Any]) -> None:
     """Anything but None, or the module and as many optimizers, is refused."""
     with pytest.raises(InvalidTypeError, match=r"Precision\.configure"):
-        trainer(tmp_path, plugins=[Replacing(make)]).fit(Line(), loader())
-
-
-def test_a_scheduled_optimizer_is_not_replaced(tmp_path: Path) -> None:
-    """A scheduler would go on with the optimizer that no longer steps."""
-
-    class Scheduled(Line):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
-
-    other = Replacing(lambda module, optimizers: (module, [torch.optim.SGD(module.parameters(), lr=1.0)]))
-    with pytest.raises(ConfigurationError, match="a learning rate scheduler changes"):
-        trainer(tmp_path, plugins=[other]).fit(Scheduled(), loader())
-
-
-def test_copies_are_more_than_rounded_weights(tmp_path: Path) -> None:
-    """A checkpoint holds 32-bit values that the module's 16-bit weights are the rounding of."""
-    train, model = trainer(tmp_path, plugins=[MasterWeightsPrecision("bf16-master")], max_epochs=3), Line()
-    train.fit(model, loader())
-    train.save_checkpoint(tmp_path / "a.ckpt")
-    checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
-    [[weight, _]] = checkpoint["precision"]["masters"]
-    assert weight.dtype is torch.float32
-    assert not torch.equal(weight, model.layer.weight.float())
-    assert torch.equal(weight.bfloat16(), checkpoint["state_dict"]["layer.weight"])
+        fitted(tmp_path, plugins=[Replacing(make)])

@@ -86,22 +86,11 @@ def noting(owner: Any, kind: str, seen: list[str]) -> Any:
 
 
 def test_lightnings_order(tmp_path: Path) -> None:
-    """Fit with validation, saving, test of a checkpoint: the calls are Lightning's, in its order."""
-    seen: list[str] = []
-    model, data = noting(Line(), "m", seen), noting(Numbers(), "d", seen)
-    runs = trainer(tmp_path, callbacks=noting(Callback(), "c", seen))
-    runs.fit(model, data)
-    assert seen == calls(FIT)
-    seen.clear()
-    runs.save_checkpoint(tmp_path / "model.ckpt")
-    assert seen == calls(SAVE)
-    seen.clear()
-    runs.test(model, datamodule=data, ckpt_path=tmp_path / "model.ckpt")
-    assert seen == calls(TEST)
+    """Fit with validation, saving, test of a checkpoint: the calls are Lightning's, in its order.
 
-
-def test_an_exception(tmp_path: Path) -> None:
-    """`on_exception` gets what a step raises, after the callbacks' one; teardown follows."""
+    A later stage with loaders sets the data module up, too, but the batches do not go through its hooks.
+    `on_exception` gets what a step raises, after the callbacks' one; teardown follows.
+    """
     seen: list[str] = []
 
     class Failing(Line):
@@ -109,9 +98,23 @@ def test_an_exception(tmp_path: Path) -> None:
             seen.clear()
             raise ValueError("bad batch")
 
-    model, data = noting(Failing(), "m", seen), noting(Numbers(), "d", seen)
+    model, data, path = noting(Line(), "m", seen), noting(Numbers(), "d", seen), tmp_path / "model.ckpt"
+    runs = trainer(tmp_path, callbacks=noting(Callback(), "c", seen))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        runs.fit(model, data)
+    assert ([str(warning.message) for warning in caught], seen) == ([], calls(FIT))
+    seen.clear()
+    runs.save_checkpoint(path)
+    assert seen == calls(SAVE)
+    seen.clear()
+    runs.test(model, datamodule=data, ckpt_path=path)
+    assert seen == calls(TEST)
+    seen.clear()
+    runs.validate(Line(), loader(8, 4))
+    assert [each for each in seen if each[0] == "d"] == ["d prepare_data", "d setup", "d teardown"]
     with pytest.raises(ValueError, match="bad batch"):
-        trainer(tmp_path, callbacks=noting(Callback(), "c", seen)).fit(model, data)
+        runs.fit(noting(Failing(), "m", seen), data)
     assert seen[-5:] == calls(FAILED)
 
 
@@ -124,16 +127,6 @@ def test_in_every_stage(tmp_path: Path, stage: str) -> None:
     assert str(by_position) == str(expected) == str(getattr(runs, stage)(Line(), datamodule=data))
     assert runs.datamodule is data
     assert data.trainer is runs
-
-
-def test_a_later_stage_with_loaders(tmp_path: Path) -> None:
-    """The data module is set up, as in Lightning; the batches do not go through its hooks."""
-    seen: list[str] = []
-    data, runs, model = noting(Numbers(), "d", seen), trainer(tmp_path), Line()
-    runs.fit(model, data)
-    seen.clear()
-    runs.validate(model, loader(8, 4))
-    assert seen == ["d prepare_data", "d setup", "d teardown"]
 
 
 def test_without_a_trainer() -> None:
@@ -164,32 +157,24 @@ def test_what_is_refused_before_the_start(tmp_path: Path) -> None:
     data.train_dataloader = loader()  # type: ignore[method-assign, assignment]  # refused
     with pytest.raises(InvalidTypeError, match=r"Numbers\.train_dataloader"):
         runs.fit(Line(), data)
+    for owner in (Line(), Numbers()):  # to allow empty loaders on some ranks would have no effect
+        vars(owner)["allow_zero_length_dataloader_with_multiple_devices"] = True
+        arguments: Any = (owner, loader()) if isinstance(owner, Line) else (Line(), owner)
+        with pytest.raises(
+            ConfigurationError, match=f"{type(owner).__name__}.allow_zero_length_.* has no effect"
+        ):
+            runs.fit(*arguments)
     assert runs.datamodule is None
 
 
 @pytest.mark.parametrize("name", ["on_train_start", "on_epoch_end", "on_save_checkpoint", "on_batch_start"])
 def test_hooks_that_are_not_called(tmp_path: Path, name: str) -> None:
-    """A data module with a hook that it does not have is refused, by name."""
-    data = type("Odd", (Numbers,), {name: lambda self: None})()
+    """A data module with a hook that it does not have is refused, by name; so is one with other arguments."""
+    odd, older = (type("Odd", (Numbers,), {hook: lambda self: None})() for hook in (name, "setup"))
     with pytest.raises(ConfigurationError, match=rf"Odd\.{name}\(\) would never be called"):
-        trainer(tmp_path).fit(Line(), data)
-
-
-@pytest.mark.parametrize("kind", [Line, Numbers])
-def test_empty_loaders_on_some_ranks_cannot_be_allowed(kind: type[Any], tmp_path: Path) -> None:
-    """Lightning's attribute for that would have no effect, of a module or a data module."""
-    owner = kind()
-    owner.allow_zero_length_dataloader_with_multiple_devices = True
-    arguments = (owner, loader()) if kind is Line else (Line(), owner)
-    with pytest.raises(ConfigurationError, match=f"{kind.__name__}.allow_zero_length_.* has no effect"):
-        trainer(tmp_path).fit(*arguments)
-
-
-def test_hooks_with_other_arguments(tmp_path: Path) -> None:
-    """`setup(self)` of an old version could not be called."""
-    data = type("Older", (Numbers,), {"setup": lambda self: None})()
-    with pytest.raises(ConfigurationError, match=r"Older\.setup\(\) cannot be called"):
-        trainer(tmp_path).fit(Line(), data)
+        trainer(tmp_path).fit(Line(), odd)
+    with pytest.raises(ConfigurationError, match=r"Odd\.setup\(\) cannot be called"):
+        trainer(tmp_path).fit(Line(), older)
 
 
 def test_the_modules_methods_that_a_data_module_replaces(tmp_path: Path) -> None:
@@ -210,16 +195,11 @@ def test_the_modules_methods_that_a_data_module_replaces(tmp_path: Path) -> None
         trainer(tmp_path).fit(Own(), Moving())
 
 
-def test_no_validation_without_loaders_of_its_own(tmp_path: Path) -> None:
-    """A data module without `val_dataloader` means no validation."""
-    model = Line()
-    data = DataModule.from_datasets(train_dataset=samples(4), batch_size=2)
-    trainer(tmp_path).fit(model, data)
-    assert model.seen == ["train 0", "train 1"]
+def test_from_datasets(tmp_path: Path) -> None:
+    """The loader of training batches shuffles, and the constructor gets what it takes.
 
-
-def test_from_datasets() -> None:
-    """The loader of training batches shuffles, and the constructor gets what it takes."""
+    A data module without `val_dataloader` means no validation.
+    """
 
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Any:
@@ -236,6 +216,9 @@ def test_from_datasets() -> None:
     assert len(data.test_dataloader()) == 2  # the class's own
     with pytest.raises(InvalidTypeError, match="val_dataset"):
         DataModule.from_datasets(val_dataset=[3])
+    model = Line()
+    trainer(tmp_path).fit(model, DataModule.from_datasets(train_dataset=samples(4), batch_size=2))
+    assert model.seen == ["train 0", "train 1"]
 
 
 def test_hyperparameters_and_state_of_a_checkpoint(tmp_path: Path) -> None:
@@ -256,44 +239,37 @@ def test_hyperparameters_and_state_of_a_checkpoint(tmp_path: Path) -> None:
     assert resumed.count == 7
 
 
-def test_no_state(tmp_path: Path) -> None:
-    """A checkpoint has no entry for a data module without a state, whose `load_state_dict` is not called."""
+class Odd(Numbers):
+    """Has another state."""
 
-    class Stateless(Numbers):
-        def state_dict(self) -> dict[str, Any]:
-            return {}
+    state: dict[str, Any] = {}
 
-    runs, path = trainer(tmp_path), tmp_path / "stateless.ckpt"
-    runs.fit(Line(), Stateless())
+    def __init__(self, function: Any = None) -> None:
+        super().__init__()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+
+def test_other_states_and_hyperparameters(tmp_path: Path) -> None:
+    """A checkpoint has no entry for a data module without a state, whose `load_state_dict` is not called.
+
+    The error for a state that does not load names the file and the class. `fit` warns of hyperparameters
+    that checkpoints cannot hold, as of a module's.
+    """
+    data, runs, path = Odd(), trainer(tmp_path), tmp_path / "odd.ckpt"
+    runs.fit(Line(), data)
     runs.save_checkpoint(path)
-    assert "Stateless" not in torch.load(path, weights_only=True)
-    runs.test(Line(), Stateless(), ckpt_path=path)
-
-
-def test_a_state_that_does_not_load(tmp_path: Path) -> None:
-    """The error names the file and the class."""
-
-    class Odd(Numbers):
-        def state_dict(self) -> dict[str, Any]:
-            return {"count": None}
-
-    runs = trainer(tmp_path)
-    runs.fit(Line(), Odd())
-    runs.save_checkpoint(tmp_path / "odd.ckpt")
+    assert "Odd" not in torch.load(path, weights_only=True)
+    runs.test(Line(), data, ckpt_path=path)
+    data.state = {"count": None}
+    runs = trainer(tmp_path, callbacks=ModelCheckpoint(dirpath=tmp_path), enable_checkpointing=True)
+    runs.fit(Line(), data)
+    runs.save_checkpoint(path)
     with pytest.raises(CheckpointError, match=r"odd\.ckpt.*Odd"):
-        runs.test(Line(), Odd(), ckpt_path=tmp_path / "odd.ckpt")
-
-
-def test_hyperparameters_that_checkpoints_cannot_hold(tmp_path: Path) -> None:
-    """`fit` warns of them, as of a module's."""
-
-    class Odd(Numbers):
-        def __init__(self, function: Any = None) -> None:
-            super().__init__()
-
-    saving = ModelCheckpoint(dirpath=tmp_path)
+        runs.test(Line(), data, ckpt_path=path)
     with pytest.warns(UserWarning, match=r"Checkpoints will not have the hyperparameters function"):
-        trainer(tmp_path, callbacks=saving, enable_checkpointing=True).fit(Line(), Odd(lambda: None))
+        runs.fit(Line(), Odd(lambda: None))
 
 
 def test_logged_hyperparameters(tmp_path: Path) -> None:
@@ -347,11 +323,3 @@ def test_transfer_hooks_get_the_number_of_the_loader(tmp_path: Path) -> None:
     trainer(tmp_path).validate(Moving(), Two())
     assert seen == [("d", 0), ("m", 0), ("d", 1), ("m", 1)]
     assert set(TRANSFER_HOOKS) <= set(dir(DataModule))
-
-
-def test_no_warning_without_reason(tmp_path: Path) -> None:
-    """A fit with a data module warns of nothing."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer(tmp_path).fit(Line(), Numbers())
-    assert [str(warning.message) for warning in caught] == []

@@ -31,17 +31,15 @@ def shard(train: Trainer, phase: str, mine: Any) -> LoaderShard:
     return shard_for_phase(phase, mine, 0, train.options, train.strategy)
 
 
-def test_one_process_uses_the_loader_itself(tmp_path: Path) -> None:
-    """With one process the user's loader is used as it is."""
-    mine = loader()
+SPLIT: Any = loader(sampler=DistributedSampler(samples(), 2, 0))
+
+
+@pytest.mark.parametrize("phase", ["train", "validate", "test", "predict"])
+def test_split_over_ranks(tmp_path: Path, phase: str) -> None:
+    """Of seven samples in four batches, each of two ranks runs two; one process uses the loader itself."""
+    own, mine = shard(on_two_ranks(tmp_path), phase, loader(7)), loader()
+    assert own.num_batches == len(list(own)) == 2
     assert shard(trainer(tmp_path), "validate", mine).loader is mine
-
-
-@pytest.mark.parametrize(("phase", "batches"), [("train", 2), ("validate", 2), ("test", 2), ("predict", 2)])
-def test_split_over_ranks(tmp_path: Path, phase: str, batches: int) -> None:
-    """Of seven samples in four batches, each of two ranks runs two batches."""
-    own = shard(on_two_ranks(tmp_path), phase, loader(7))
-    assert own.num_batches == len(list(own)) == batches
 
 
 def test_not_split_if_not_wanted(tmp_path: Path) -> None:
@@ -59,35 +57,30 @@ def predicted(train: Trainer, mine: Any) -> list[int]:
 
 
 def test_shuffled_loaders_are_predicted_in_the_order_of_the_data(tmp_path: Path) -> None:
-    """On one rank and on several, unless the user splits."""
+    """On one rank and on several, unless the user splits; a `DistributedSampler`'s split is replaced.
+
+    A loader that is split by batches is not split again.
+    """
     mine = loader(shuffle=True)
     assert predicted(trainer(tmp_path), mine) == list(range(8))
-    assert predicted(on_two_ranks(tmp_path), mine) == [0, 1, 4, 5]
     train = trainer(tmp_path, use_distributed_sampler=False)
     assert shard(train, "predict", mine).loader is mine
+    for each in (mine, SPLIT, shard_for_prediction(loader(), 2, 0)):
+        assert predicted(on_two_ranks(tmp_path), each) == [0, 1, 4, 5]
 
 
-def test_predictions_of_a_distributed_sampler(tmp_path: Path) -> None:
-    """All samples are predicted in the order of the data; a loader split by batches is not split again."""
-    split: Any = loader(sampler=DistributedSampler(samples(), 2, 0))
-    assert predicted(on_two_ranks(tmp_path), split) == [0, 1, 4, 5]
-    assert predicted(on_two_ranks(tmp_path), shard_for_prediction(loader(), 2, 0)) == [0, 1, 4, 5]
-
-
-def test_samples_that_the_user_splits_cannot_be_gathered(tmp_path: Path) -> None:
+def test_samples_that_the_user_splits_cannot_be_gathered() -> None:
     """Their order cannot be restored; loaders split by batches, or in an unknown way, are gathered."""
-    split: Any = loader(sampler=DistributedSampler(samples(), 2, 0))
     check_can_be_gathered([LoaderShard([1], 1), LoaderShard(shard_for_prediction(loader(), 2, 0), 2)], 2)
     with pytest.raises(UnshardableLoaderError, match="DistributedSampler"):
-        check_can_be_gathered([LoaderShard(split, 2)], 2)
+        check_can_be_gathered([LoaderShard(SPLIT, 2)], 2)
 
 
 @pytest.mark.parametrize("phase", ["train", "validate", "test"])
 def test_a_part_of_more_ranks_than_there_are_is_refused(tmp_path: Path, phase: str) -> None:
     """A part of two is refused with one process, which would miss the other part."""
-    split: Any = loader(sampler=DistributedSampler(samples(), 2, 0))
     with pytest.raises(UnshardableLoaderError, match="part 0 of 2 already, but this rank's is part 0 of 1"):
-        shard(trainer(tmp_path), phase, split)
+        shard(trainer(tmp_path), phase, SPLIT)
 
 
 class Shuffling(WithSecondRank):
@@ -109,17 +102,16 @@ def test_other_arguments_of_a_sampler(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [2, 0.5])
 def test_limit_of_predictions_is_of_the_whole(tmp_path: Path, limit: float) -> None:
-    """Two batches to predict are one for each rank, also if the user has split them."""
-    train = on_two_ranks(tmp_path, limit_predict_batches=limit)
-    for mine in (loader(), shard_for_prediction(loader(), 2, 0)):
+    """Two batches to predict are one for each rank, also if the user has split them.
+
+    With use_distributed_sampler=False a loader is read as it is.
+    """
+    train, parts = on_two_ranks(tmp_path, limit_predict_batches=limit), shard_for_prediction(loader(), 2, 0)
+    for mine in (loader(), parts):
         own = shard(train, "predict", mine)
         assert own.num_batches == len(list(own)) == 1
-
-
-def test_limit_of_predictions_that_are_not_split_is_each_ranks(tmp_path: Path) -> None:
-    """With use_distributed_sampler=False a loader is read as it is."""
     train = on_two_ranks(tmp_path, limit_predict_batches=1, use_distributed_sampler=False)
-    assert shard(train, "predict", shard_for_prediction(loader(), 2, 0)).num_batches == 1
+    assert shard(train, "predict", parts).num_batches == 1
 
 
 def test_checked_before_anything_starts(tmp_path: Path) -> None:
@@ -138,24 +130,8 @@ def test_a_data_set_in_place_of_a_loader(tmp_path: Path, phase: str, world_size:
     assert "torch.utils.data.DataLoader(dataset, batch_size=32)" in str(caught.value)
 
 
-def test_fraction_of_unknown_length(tmp_path: Path) -> None:
-    """A fraction of a loader without length is refused."""
-    with pytest.raises(ConfigurationError, match=r"A fraction \(0.5\) of a loader without length"):
-        shard(trainer(tmp_path, limit_train_batches=0.5), "train", iter([1, 2]))
-
-
-def test_number_of_batches() -> None:
-    """No more batches come than run, also if the length is unknown."""
-    expected = [1, 2, 3]
-    assert list(LoaderShard([1, 2, 3], 3)) == expected
-    assert list(LoaderShard([1, 2, 3], float("inf"))) == expected
-    assert list(LoaderShard([1, 2, 3, 4], 3)) == expected
-    assert list(LoaderShard([], 5)) == []
-    assert list(LoaderShard([1], 0)) == []
-
-
 def test_several_loaders() -> None:
-    """A list of loaders is several; a list of batches is one."""
+    """A list of loaders is several; a list of batches is one, of which no more come than run."""
     mine = loader()
     assert loaders_in([mine, mine]) == [mine, mine]
     assert loaders_in(mine) == [mine]
@@ -164,22 +140,23 @@ def test_several_loaders() -> None:
     assert loaders_in([mine, [1, 2]]) == [mine, [1, 2]]
     assert loaders_in({"a": mine, "b": [mine, [1]]}) == [mine, mine, [1]]
     assert loaders_in(CombinedLoader((mine, [1]), "sequential")) == [mine, [1]]
+    for batches, limit in (([1, 2, 3], 3), ([1, 2, 3], float("inf")), ([1, 2, 3, 4], 3)):
+        assert list(LoaderShard(batches, limit)) == [1, 2, 3]
+    assert list(LoaderShard([], 5)) == list(LoaderShard([1], 0)) == []
+
+
+class Data:
+    """Has a loader, but is no data module."""
+
+    def train_dataloader(self) -> Any:
+        return loader()
 
 
 @pytest.mark.parametrize("given", [5, object(), [loader(), 5]])
 def test_what_is_no_loader(tmp_path: Path, given: Any) -> None:
-    """What cannot be iterated over is refused before anything starts."""
+    """What cannot be iterated over is refused before anything starts; so is an object with loaders."""
     with pytest.raises(InvalidTypeError, match="expected a DataLoader, an iterable over batches"):
         trainer(tmp_path).test(Line(), given)
-
-
-def test_a_data_module(tmp_path: Path) -> None:
-    """An object with loaders is refused with what to pass instead."""
-
-    class Data:
-        def train_dataloader(self) -> Any:
-            return loader()
-
     with pytest.raises(InvalidTypeError, match=r"derive it from rankwise\.DataModule"):
         trainer(tmp_path).fit(Line(), Data())
 
@@ -196,11 +173,13 @@ def test_nothing_to_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, st
 @pytest.mark.parametrize("limit", [0.1, 0.24])
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
 def test_a_fraction_that_leaves_nothing(tmp_path: Path, stage: str, limit: float) -> None:
-    """A fraction of less than one batch is refused for each loader; several ranks count together."""
+    """A fraction of less than one batch is refused for each loader, and one of a loader without length."""
     limits = {f"limit_{name}_batches": limit for name in ("val", "test", "predict")}
     train, few = trainer(tmp_path, **limits), [loader(40), loader()]
     with pytest.raises(ConfigurationError, match=rf"A limit of {limit} leaves no batch of \w+ loader 1"):
         train.fit(Line(), loader(), few) if stage == "fit" else getattr(train, stage)(Line(), few)
+    with pytest.raises(ConfigurationError, match=rf"A fraction \({limit}\) of a loader without length"):
+        shard(trainer(tmp_path, limit_train_batches=limit), "train", iter([1, 2]))
 
 
 def test_an_empty_loader_is_evaluated(tmp_path: Path) -> None:

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, random_split
+from torch.utils.data import DataLoader, default_collate, random_split
 
 from rankwise import DataModule, Trainer
 from rankwise.callbacks import Callback
 from rankwise.data import CombinedLoader
 from rankwise.errors import InvalidArgumentError
-from tests.unit.trainer.helpers import Line, loader, samples, trainer
+from tests.unit.trainer.helpers import Line, SavesEachStep, loader, samples, trainer
 
 
 class Growing(DataModule):
@@ -65,17 +65,10 @@ def test_when_loaders_are_asked_for(tmp_path: Path, every: int, expected: str) -
 
 def test_resuming(tmp_path: Path) -> None:
     """A run that is stopped after any step of three epochs has the same batches and weights afterwards."""
-
-    class Saving(Callback):
-        def on_train_batch_end(
-            self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
-        ) -> None:
-            trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
-
     options = {"max_epochs": 4, "reload_dataloaders_every_n_epochs": 2}
     torch.manual_seed(1)
     whole = Noting()
-    trainer(tmp_path, callbacks=Saving(), **options).fit(whole, Growing())
+    trainer(tmp_path, callbacks=SavesEachStep(tmp_path), **options).fit(whole, Growing())
     assert len(set(whole.seen)) > 8
     for step in range(1, 16):
         torch.manual_seed(2)
@@ -96,7 +89,10 @@ def test_given_loaders(tmp_path: Path) -> None:
 
 
 def test_properties(tmp_path: Path) -> None:
-    """They have this rank's loaders in the containers they were given in, also after the stage."""
+    """They have this rank's loaders in the containers they were given in, also after the stage.
+
+    They are not sent with the trainer, as loaders may not pickle.
+    """
     seen: list[Any] = []
 
     class Looking(Callback):
@@ -107,7 +103,11 @@ def test_properties(tmp_path: Path) -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return self.loss(batch["a"])
 
-    runs, given = trainer(tmp_path, callbacks=Looking()), loader(shuffle=True)
+    def collate(items: Any) -> Any:  # cannot be pickled
+        return default_collate(items)
+
+    runs, given = trainer(tmp_path), loader(shuffle=True, collate_fn=collate)
+    runs.callbacks = [Looking()]
     assert runs.train_dataloader is None
     runs.fit(Evaluated(), {"a": given, "b": loader(4)}, [loader(6)])
     [(train, [validation])] = seen
@@ -115,19 +115,10 @@ def test_properties(tmp_path: Path) -> None:
     assert train["a"].dataset is given.dataset
     assert len(validation) == 3
     assert runs.train_dataloader is train
+    runs.callbacks = []
+    assert pickle.loads(pickle.dumps(runs)).train_dataloader is None
     runs.test(Line(), loader(2))
     assert len(runs.test_dataloaders) == 1
     assert runs.train_dataloader is None
     runs.predict(Line(), CombinedLoader([loader(2)], "sequential"))
     assert [len(each) for each in runs.predict_dataloaders] == [1]
-
-
-def test_properties_are_of_one_process(tmp_path: Path) -> None:
-    """They are not sent with the trainer, as loaders may not pickle."""
-    runs = trainer(tmp_path)
-    runs.fit(
-        Line(), loader(collate_fn=lambda items: [torch.stack(parts) for parts in zip(*items, strict=True)])
-    )
-    assert runs.train_dataloader is not None
-    copied = pickle.loads(pickle.dumps(runs))
-    assert copied.train_dataloader is None
