@@ -109,7 +109,8 @@ class Tokens(Sums):
     def loss(self, batch: list[Tensor]) -> Tensor:
         samples, counts = batch
         errors = (self.net(samples) - samples.sum(dim=1, keepdim=True)).square().squeeze(1)
-        return (errors * counts).sum() / counts.sum().clamp_min(self.at_least)
+        loss: Tensor = (errors * counts).sum() / counts.sum().clamp_min(self.at_least)
+        return loss
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss, weight = self.loss(batch), batch[1].sum()
