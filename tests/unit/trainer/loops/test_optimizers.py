@@ -50,6 +50,10 @@ def test_forms(make: Any, schedulers: int) -> None:
     assert len(configs) == schedulers
 
 
+def _with_options(options: dict[str, Any], optimizer: Any, scheduler: Any) -> Any:
+    return [optimizer], [{"scheduler": scheduler, **options}]
+
+
 def test_a_dictionary_for_each_optimizer() -> None:
     """Several optimizers may be dictionaries, each with a scheduler or without."""
     module = Returning(lambda first, scheduler: [{"optimizer": first, "lr_scheduler": scheduler}, second])
@@ -68,14 +72,8 @@ def test_a_dictionary_for_each_optimizer() -> None:
         (lambda optimizer, scheduler: [optimizer, optimizer], ConfigurationError),
         (lambda optimizer, scheduler: ([optimizer], [optimizer]), InvalidTypeError),
         (lambda optimizer, scheduler: ([optimizer], [{"schedule": scheduler}]), UnknownArgumentError),
-        (
-            lambda optimizer, scheduler: ([optimizer], [{"scheduler": scheduler, "interval": "day"}]),
-            InvalidArgumentError,
-        ),
-        (
-            lambda optimizer, scheduler: ([optimizer], [{"scheduler": scheduler, "frequency": 0}]),
-            InvalidArgumentError,
-        ),
+        (partial(_with_options, {"interval": "day"}), InvalidArgumentError),
+        (partial(_with_options, {"frequency": 0}), InvalidArgumentError),
         (lambda optimizer, scheduler: ([optimizer], [ReduceLROnPlateau(optimizer)]), ConfigurationError),
     ],
 )
@@ -145,10 +143,6 @@ def test_schedulers_of_a_manual_loop() -> None:
         module.make = partial(_with_options, options)
         with pytest.raises(ConfigurationError, match="has no effect in manual optimisation"):
             configure(module)
-
-
-def _with_options(options: dict[str, Any], optimizer: Any, scheduler: Any) -> Any:
-    return [optimizer], [{"scheduler": scheduler, **options}]
 
 
 def test_plateau_without_metric(tmp_path: Path) -> None:
