@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from rankwise import SingleDeviceStrategy, TrainingModule
+from tests.helpers.exactness import weights
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
+from tests.process.training_tasks import quiet_trainer
 
 FEATURES = 3
 _drawing = threading.Lock()
@@ -83,3 +86,64 @@ def assert_close(left: Sequence[Tensor | None], right: Sequence[Tensor | None], 
     for mine, theirs in zip(left, right, strict=True):
         if mine is not None and theirs is not None:
             torch.testing.assert_close(mine, theirs, rtol=0, atol=atol)
+
+
+def assert_each(found: Sequence[Any], expected: Any, atol: float = 1e-12) -> None:
+    """Compare what each rank has with what one process has: a list of gradients, or weights."""
+    for own in found:
+        left, right = (own, expected) if isinstance(expected, list) else ([own], [expected])
+        assert_close(left, right, atol)
+
+
+class Sums(TrainingModule):
+    """Fits the sums of samples by SGD, in automatic or in manual optimisation."""
+
+    def __init__(self, *, by_hand: bool = False) -> None:
+        super().__init__()
+        self.net = net()
+        self.automatic_optimization = not by_hand
+
+    def loss(self, batch: Any) -> Tensor:
+        return loss_of(self.net, batch[0])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return loss if self.automatic_optimization else self.step_by_hand(loss)
+
+    def step_by_hand(self, loss: Tensor, **options: Any) -> None:
+        """Take a step of manual optimisation."""
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss, **options)
+        optimizer.step()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_alone(module: TrainingModule, data: Any, weighting: str | None = None, **arguments: Any) -> Tensor:
+    """Fit in this process, one epoch if nothing else is said; return the weights."""
+    strategy = SingleDeviceStrategy(gradient_weighting=weighting, accelerator="cpu")
+    quiet_trainer(strategy, 1, **{"max_epochs": 1, **arguments}).fit(module, data)
+    return weights(module)
+
+
+def fit_on_ranks(
+    modules: Sequence[TrainingModule],
+    data: Any,
+    options: dict[str, Any] | None = None,
+    kind: type[ThreadedStrategy] = ThreadedStrategy,
+    **arguments: Any,
+) -> list[Tensor]:
+    """Fit each module on a rank, one epoch if nothing else is said; return each rank's weights.
+
+    The data are a loader or a function that returns a rank's, and the options are the strategy's.
+    """
+
+    def fit(rank: int) -> Tensor:
+        strategy = kind(rank, len(modules), **(options or {}))
+        trainer = quiet_trainer(strategy, len(modules), **{"max_epochs": 1, **arguments})
+        trainer.fit(modules[rank], data(rank) if callable(data) else data)
+        return weights(modules[rank])
+
+    return run_ranks(len(modules), fit)

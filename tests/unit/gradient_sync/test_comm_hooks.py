@@ -2,7 +2,7 @@
 
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
@@ -35,6 +35,7 @@ from tests.unit.gradient_sync.helpers import (
     accumulate,
     alone,
     assert_close,
+    assert_each,
     bare,
     batch,
     gradients,
@@ -49,6 +50,17 @@ TORCHS = cast(Any, default_hooks)  # untyped
 def reduced(**arguments: Any) -> list[list[Tensor | None]]:
     """Return both ranks' gradients of one microbatch."""
     return on_ranks(2, lambda s, m: accumulate(s, m, (2,)), net(), **arguments)
+
+
+def noting_hook(what: Callable[[dist.GradBucket], Any]) -> Any:
+    """Return a hook that averages, and notes something of each bucket in its state, a list."""
+
+    def noting(state: list[Any], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        state.append(what(bucket))
+        future: torch.futures.Future[Tensor] = TORCHS.allreduce_hook(None, bucket)
+        return future
+
+    return noting
 
 
 def expected() -> list[Tensor | None]:
@@ -88,40 +100,24 @@ def test_noop_leaves_each_rank_its_own() -> None:
 @pytest.mark.parametrize("wrapper", ["fp16", "bf16_compress", TORCHS.fp16_compress_wrapper])
 def test_comm_wrapper(wrapper: Any) -> None:
     """A wrapper casts the bucket of another hook."""
-    seen = []
-
-    def noting(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        seen.append(bucket.buffer().dtype)
-        future: torch.futures.Future[Tensor] = TORCHS.allreduce_hook(state, bucket)
-        return future
-
-    for result in reduced(comm_hook=noting, comm_wrapper=wrapper):
-        assert_close(result, expected(), 1e-1)
+    seen: list[torch.dtype] = []
+    noting = noting_hook(lambda bucket: bucket.buffer().dtype)
+    assert_each(reduced(comm_hook=noting, comm_wrapper=wrapper, comm_state=seen), expected(), 1e-1)
     assert set(seen) == {torch.bfloat16 if wrapper == "bf16_compress" else torch.float16}
 
 
 def test_own_hook_with_state() -> None:
     """The hook gets the state; its annotations may be strings, which torch alone does not accept."""
     counts: list[int] = []
-
-    def counting(state: list[int], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        state.append(bucket.buffer().numel())
-        future: torch.futures.Future[Tensor] = TORCHS.allreduce_hook(None, bucket)
-        return future
-
-    for result in reduced(comm_hook=counting, comm_state=counts):
-        assert_close(result, expected())
+    counting = noting_hook(lambda bucket: bucket.buffer().numel())
+    assert_each(reduced(comm_hook=counting, comm_state=counts), expected())
     assert counts == [21, 21]
 
 
 def test_register_ddp_comm_hook_by_lightnings_keywords() -> None:
     """`ddp_comm_state`, `ddp_comm_hook` and `ddp_comm_wrapper` are the same arguments; both names are not."""
     models, seen = [net(), net()], list[int]()
-
-    def counting(state: list[int], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        state.append(bucket.buffer().itemsize)
-        future: torch.futures.Future[Tensor] = TORCHS.allreduce_hook(None, bucket)
-        return future
+    counting = noting_hook(lambda bucket: bucket.buffer().itemsize)
 
     def train(rank: int) -> list[Tensor | None]:
         wrapped = bare(models[rank])
@@ -136,8 +132,7 @@ def test_register_ddp_comm_hook_by_lightnings_keywords() -> None:
             register_ddp_comm_hook(wrapped, hook="noop", ddp_comm_hook="noop")
         return gradients(models[rank])
 
-    for result in run_ranks(2, train):
-        assert_close(result, expected(), 1e-2)
+    assert_each(run_ranks(2, train), expected(), 1e-2)
     assert seen == [2, 2]
     with pytest.raises(InvalidTypeError, match="DistributedDataParallel"):
         register_ddp_comm_hook(net(), None, "noop")
@@ -201,6 +196,9 @@ def test_hooks_can_be_registered(names: Any) -> None:
         names.register("wrong", lambda bucket: bucket)
 
 
+AVERAGING: dict[str, Any] = {"comm_hook": "post_localsgd", "model_averaging_period": 2}
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
@@ -221,25 +219,11 @@ def test_hooks_can_be_registered(names: Any) -> None:
         ({"comm_hook": "powersgd:warm_start=false", "comm_state": 1}, ConfigurationError, "has options"),
         ({"comm_hook": "post_localsgd"}, ConfigurationError, "model_averaging_period is needed"),
         ({"model_averaging_period": 2}, ConfigurationError, "post-local SGD"),
-        ({"comm_hook": "post_localsgd", "model_averaging_period": 0}, InvalidArgumentError, "1 or more"),
-        (
-            {"comm_hook": "post_localsgd", "model_averaging_period": "2"},
-            InvalidTypeError,
-            "a number of steps",
-        ),
-        *(
-            (
-                {"comm_hook": "post_localsgd", "model_averaging_period": 2, **options},
-                ConfigurationError,
-                "multi_auto_sync",
-            )
-            for options in ({"sync_mode": "multi_auto_sync"}, {"find_unused_parameters": True})
-        ),
-        (
-            {"comm_hook": "post_localsgd:subgroup_size=0", "model_averaging_period": 2},
-            InvalidArgumentError,
-            "subgroup_size",
-        ),
+        (AVERAGING | {"model_averaging_period": 0}, InvalidArgumentError, "1 or more"),
+        (AVERAGING | {"model_averaging_period": "2"}, InvalidTypeError, "a number of steps"),
+        (AVERAGING | {"sync_mode": "multi_auto_sync"}, ConfigurationError, "multi_auto_sync"),
+        (AVERAGING | {"find_unused_parameters": True}, ConfigurationError, "multi_auto_sync"),
+        (AVERAGING | {"comm_hook": "post_localsgd:subgroup_size=0"}, InvalidArgumentError, "subgroup_size"),
     ],
 )
 def test_refused_in_the_constructor(arguments: Any, error: type[Exception], words: str) -> None:
@@ -349,14 +333,14 @@ def test_powersgd_resumes_from_its_state() -> None:
     assert float((weights(5) - whole).abs().max()) < float((weights(5, remembers=False) - whole).abs().max())
 
 
+def states_after_four_steps(strategy: ThreadedStrategy, wrapped: nn.Module) -> Any:
+    train_steps(strategy, wrapped, range(4), torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    return strategy.gradients.gathered_states()
+
+
 def test_saved_hook_states_are_plain_and_by_rank(tmp_path: Any) -> None:
     """Saved states load with `weights_only=True`; there is one per rank, with errors by parameter name."""
-
-    def run(strategy: ThreadedStrategy, wrapped: nn.Module) -> Any:
-        train_steps(strategy, wrapped, range(4), torch.optim.SGD(wrapped.parameters(), lr=0.1))
-        return strategy.gradients.gathered_states()
-
-    states, nothing = on_ranks(2, run, big_net(), **POWERSGD)
+    states, nothing = on_ranks(2, states_after_four_steps, big_net(), **POWERSGD)
     assert nothing == []
     torch.save(states, tmp_path / "states")
     [[first], [second]] = torch.load(tmp_path / "states", weights_only=True)
@@ -370,12 +354,7 @@ def test_saved_hook_states_are_plain_and_by_rank(tmp_path: Any) -> None:
 
 def test_hook_states_with_another_world_size() -> None:
     """With another number of ranks each rank gets the mean of the errors, so that their sum stays."""
-
-    def run(strategy: ThreadedStrategy, wrapped: nn.Module) -> Any:
-        train_steps(strategy, wrapped, range(4), torch.optim.SGD(wrapped.parameters(), lr=0.1))
-        return strategy.gradients.gathered_states()
-
-    states, _ = on_ranks(2, run, big_net(), **POWERSGD)
+    states, _ = on_ranks(2, states_after_four_steps, big_net(), **POWERSGD)
 
     def go_on(strategy: ThreadedStrategy, wrapped: nn.Module) -> Any:
         strategy.gradients.load_states(states)

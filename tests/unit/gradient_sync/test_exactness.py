@@ -7,31 +7,21 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
-from tests.helpers.exactness import Case, Model, cases, expected_weights, loader, weights
-from tests.helpers.threaded import ThreadedStrategy, run_ranks
-from tests.process.training_tasks import quiet_trainer
+from tests.helpers.exactness import Case, Model, cases, expected_weights, loader
+from tests.unit.gradient_sync.helpers import assert_each, fit_on_ranks
 
 
 def train(case: Case) -> list[Tensor]:
     """Fit on threads; return each rank's weights."""
     modules = [Model(case) for _ in range(case.world_size)]
-    data = loader(case)
-
-    def fit(rank: int) -> Tensor:
-        strategy = ThreadedStrategy(rank, case.world_size, **case.strategy_options)
-        quiet_trainer(strategy, case.world_size, **case.trainer_options).fit(modules[rank], data)
-        return weights(modules[rank])
-
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="find_unused_parameters")  # not what this is about
-        return run_ranks(case.world_size, fit)
+        return fit_on_ranks(modules, loader(case), case.strategy_options, **case.trainer_options)
 
 
 def check(case: Case) -> None:
     """All ranks have one process's weights."""
-    expected = expected_weights(case)
-    for mine in train(case):
-        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-6)
+    assert_each(train(case), expected_weights(case), 1e-6)
 
 
 SLOW = [HealthCheck.too_slow]

@@ -15,6 +15,7 @@ from tests.unit.gradient_sync.helpers import (
     accumulate,
     alone,
     assert_close,
+    assert_each,
     bare,
     batch,
     loss_of,
@@ -23,6 +24,10 @@ from tests.unit.gradient_sync.helpers import (
 )
 
 MODES = [mode.value for mode in GradientSyncMode]
+
+
+def batches(ranks: int, count: int) -> list[torch.Tensor]:
+    return [batch(rank, number) for rank in range(ranks) for number in range(count)]
 
 
 @pytest.mark.parametrize("name", MODES)
@@ -72,7 +77,7 @@ def test_reductions_per_optimizer_step(mode: str, count: int) -> None:
 
     with counted_reductions() as sizes:
         results = on_ranks(2, work, model, sync_mode=mode)
-    expected = alone(model, [batch(rank, number) for rank in range(2) for number in range(4)])
+    expected = alone(model, batches(2, 4))
     for reductions, result in results:
         assert reductions == count
         assert_close(result, expected)
@@ -81,8 +86,8 @@ def test_reductions_per_optimizer_step(mode: str, count: int) -> None:
 def test_a_static_graph_may_accumulate() -> None:
     """The first backward pass of a static graph averages, because it cannot run under `no_sync`."""
     model = net()
-    for result in on_ranks(2, lambda s, m: accumulate(s, m, (2, 2, 2)), model, static_graph=True):
-        assert_close(result, alone(model, [batch(rank, number) for rank in range(2) for number in range(3)]))
+    found = on_ranks(2, lambda s, m: accumulate(s, m, (2, 2, 2)), model, static_graph=True)
+    assert_each(found, alone(model, batches(2, 3)))
 
 
 @pytest.mark.parametrize("weighting", [None, "logged"])
@@ -117,9 +122,7 @@ def test_ddp_sync_context_without_a_trainer(mode: str) -> None:
         return [parameter.grad for parameter in wrapped.parameters()]
 
     copies = [net(), net(), net()]
-    expected = alone(model, [batch(rank, number) for rank in range(3) for number in range(3)])
-    for result in run_ranks(3, train):
-        assert_close(result, expected)
+    assert_each(run_ranks(3, train), alone(model, batches(3, 3)))
 
 
 def test_nothing_is_distributed() -> None:
@@ -142,8 +145,7 @@ def test_a_module_that_ddp_has_not_wrapped() -> None:
             loss_of(models[rank], batch(rank)).backward()
         return [parameter.grad for parameter in models[rank].parameters()]
 
-    for result in run_ranks(2, train):
-        assert_close(result, alone(net(), [batch(0), batch(1)]))
+    assert_each(run_ranks(2, train), alone(net(), batches(2, 1)))
 
 
 def test_prepare_ddp_module() -> None:
@@ -168,7 +170,7 @@ def test_a_module_is_wrapped_once(hook: str | None) -> None:
 
     with counted_reductions() as sizes:
         results = on_ranks(2, work, net(), comm_hook=hook)
-    expected = alone(net(), [batch(rank, number) for rank in range(2) for number in range(2)])
+    expected = alone(net(), batches(2, 2))
     for rank, result in enumerate(results):
         assert_close(result, expected, 1e-2 if hook else 1e-12)
         assert sizes[rank].count(21) == 1
@@ -184,8 +186,7 @@ def test_a_wrapper_follows_what_is_trained() -> None:
         assert again is wrapped
         return accumulate(strategy, again)
 
-    for result in on_ranks(2, work, model):
-        assert_close(result, alone(net(), [batch(rank, number) for rank in range(2) for number in range(2)]))
+    assert_each(on_ranks(2, work, model), alone(net(), batches(2, 2)))
 
 
 def test_a_compiled_module_is_wrapped_once() -> None:

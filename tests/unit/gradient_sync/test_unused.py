@@ -71,11 +71,12 @@ def test_other_errors_stay() -> None:
         on_ranks(1, work, Heads())
 
 
-def test_find_unused_parameters() -> None:
-    """With `find_unused_parameters` the same steps run, without a warning."""
+@pytest.mark.parametrize("first", [("first",), ("first", "second")])
+def test_find_unused_parameters(first: tuple[str, ...]) -> None:
+    """The same steps run, without a warning if one rank or both have an unused parameter."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        use((("first",), ("second",)), steps=12, find_unused_parameters=True)
+        use((first, ("second",)), steps=12, find_unused_parameters=True)
 
 
 def test_unnecessary_search_is_a_warning() -> None:
@@ -84,13 +85,6 @@ def test_unnecessary_search_is_a_warning() -> None:
         use((("first", "second"),) * 2, steps=22, find_unused_parameters=True)
     [warning] = [warning for warning in caught if "find_unused_parameters" in str(warning.message)]
     assert "10 more all-reduces, of 5 flags each" in str(warning.message)
-
-
-def test_necessary_search_on_one_rank() -> None:
-    """If one rank has an unused parameter, there is no warning."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        use((("first", "second"), ("second",)), steps=12, find_unused_parameters=True)
 
 
 def test_ignored_parameters_may_be_unused() -> None:

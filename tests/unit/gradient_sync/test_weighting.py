@@ -19,12 +19,23 @@ from torch.utils.data import (
     default_collate,
 )
 
-from rankwise import Trainer, TrainingModule
 from rankwise.errors import ConfigurationError, InvalidArgumentError, ProcessGroupError, UnknownNameError
-from rankwise.strategies import DDPStrategy, SingleDeviceStrategy
+from rankwise.strategies import DDPStrategy
+from tests.helpers.exactness import weights
 from tests.helpers.threaded import ThreadedStrategy, counted_reductions, run_ranks
-from tests.process.training_tasks import quiet_trainer
-from tests.unit.gradient_sync.helpers import alone, assert_close, batch, gradients, loss_of, net, on_ranks
+from tests.unit.gradient_sync.helpers import (
+    Sums,
+    alone,
+    assert_close,
+    assert_each,
+    batch,
+    fit_alone,
+    fit_on_ranks,
+    gradients,
+    loss_of,
+    net,
+    on_ranks,
+)
 
 SIZES = ((4, 1), (3, 2), (0, 5))  # of each rank's two microbatches
 
@@ -140,8 +151,7 @@ def test_weights_with_what_ddp_can_do(options: dict[str, Any]) -> None:
         return weighted_window(strategy, wrapped)
 
     model = net()
-    for result in on_ranks(2, train, model, gradient_weighting="logged", **options):
-        assert_close(result, expected_of(model))
+    assert_each(on_ranks(2, train, model, gradient_weighting="logged", **options), expected_of(model))
 
 
 @pytest.mark.parametrize("is_own_wrapper", [False, True])
@@ -189,8 +199,8 @@ def test_a_static_graph_with_an_unused_parameter() -> None:
         return weighted_window(strategy, wrapped)[:-2]
 
     model = Sparing(*net().children(), nn.Linear(1, 1).double())
-    for result in on_ranks(2, train, model, gradient_weighting="logged", static_graph=True):
-        assert_close(result, expected_of(net()))
+    results = on_ranks(2, train, model, gradient_weighting="logged", static_graph=True)
+    assert_each(results, expected_of(net()))
 
 
 def test_no_hook_is_needed_and_nothing_is_left() -> None:
@@ -246,8 +256,7 @@ def test_a_wrapper_around_a_copy() -> None:
         )
         return result
 
-    for result in run_ranks(2, run):
-        assert_close(result, expected_of(net()))
+    assert_each(run_ranks(2, run), expected_of(net()))
 
 
 def test_a_loss_without_weight() -> None:
@@ -287,22 +296,18 @@ def test_a_loss_that_bypasses_the_module() -> None:
 # ------------------------------------------------------------------------------------------- the Trainer
 
 
-class Fit(TrainingModule):
+class Fit(Sums):
     """Fits sums; logs or returns the weight of its batches if asked to."""
 
     def __init__(self, says: str = "") -> None:
         super().__init__()
-        self.net = net()
         self.says = says
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = loss_of(self.net, batch[0])
         if self.says == "logs":
             self.log_weight(len(batch[0]))
+        loss = self.loss(batch)
         return {"loss": loss, "weight": len(batch[0])} if self.says == "returns" else loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def dataset(count: int) -> TensorDataset:
@@ -320,24 +325,13 @@ def by_hand(count: int, world_size: int, batch_size: int, accumulate: int) -> Te
         optimizer.zero_grad()
         loss_of(model.net, window).backward()
         optimizer.step()
-    return flat(model)
+    return weights(model)
 
 
-def flat(model: nn.Module) -> Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-
-def fit_on_ranks(world_size: int, loader: Any, says: str = "", accumulate: int = 1, **options: Any) -> Tensor:
+def fitted(world_size: int, loader: Any, says: str = "", accumulate: int = 1, **options: Any) -> Tensor:
     """Fit one epoch on threads; return the weights, which are the same on all."""
     modules = [Fit(says) for _ in range(world_size)]
-
-    def fit(rank: int) -> Tensor:
-        strategy = ThreadedStrategy(rank, world_size, **options)
-        trainer = quiet_trainer(strategy, world_size, max_epochs=1, accumulate_grad_batches=accumulate)
-        trainer.fit(modules[rank], loader)
-        return flat(modules[rank])
-
-    results = run_ranks(world_size, fit)
+    results = fit_on_ranks(modules, loader, options, accumulate_grad_batches=accumulate)
     assert all(torch.equal(results[0], other) for other in results)
     return results[0]
 
@@ -347,9 +341,9 @@ def fit_on_ranks(world_size: int, loader: Any, says: str = "", accumulate: int =
 def test_a_short_last_batch(weighting: str, says: str, mode: str) -> None:
     """11 samples per rank, 3 in a batch and 6 in a window: the last window has batches of 3 and 2 samples."""
     loader = DataLoader(dataset(22), batch_size=3)
-    mine = fit_on_ranks(2, loader, says, 2, gradient_weighting=weighting, sync_mode=mode)
+    mine = fitted(2, loader, says, 2, gradient_weighting=weighting, sync_mode=mode)
     torch.testing.assert_close(mine, by_hand(22, 2, 3, 2), rtol=0, atol=1e-12)
-    assert not torch.allclose(fit_on_ranks(2, loader, "", 2), by_hand(22, 2, 3, 2), rtol=0, atol=1e-6)
+    assert not torch.allclose(fitted(2, loader, "", 2), by_hand(22, 2, 3, 2), rtol=0, atol=1e-6)
 
 
 class Sized(BatchSampler):
@@ -374,7 +368,7 @@ def test_batches_of_all_sizes(weighting: str) -> None:
     """Whole batches of a user's own batch sampler: [4, 1], then [2, 5], then [3, 3]."""
     sizes = [4, 1, 2, 5, 3, 3]
     loader = DataLoader(dataset(18), batch_sampler=Sized(sizes))
-    mine = fit_on_ranks(2, loader, "logs" if weighting == "logged" else "", gradient_weighting=weighting)
+    mine = fitted(2, loader, "logs" if weighting == "logged" else "", gradient_weighting=weighting)
     model = Fit()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     start = 0
@@ -383,17 +377,15 @@ def test_batches_of_all_sizes(weighting: str) -> None:
         loss_of(model.net, dataset(18).tensors[0][start : start + sum(pair)]).backward()
         optimizer.step()
         start += sum(pair)
-    torch.testing.assert_close(mine, flat(model), rtol=0, atol=1e-12)
+    torch.testing.assert_close(mine, weights(model), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("weighting", "says"), [("samples", ""), ("logged", "logs")])
 def test_one_process_that_accumulates(weighting: str, says: str) -> None:
     """Batches of different sizes in one window are weighted without a process group, too."""
-    module = Fit(says)
-    strategy = SingleDeviceStrategy(gradient_weighting=weighting, accelerator="cpu")
-    trainer = quiet_trainer(strategy, 1, max_epochs=1, accumulate_grad_batches=2)
-    trainer.fit(module, DataLoader(dataset(7), batch_size=2))
-    torch.testing.assert_close(flat(module), by_hand(7, 1, 2, 2), rtol=0, atol=1e-12)
+    loader = DataLoader(dataset(7), batch_size=2)
+    found = fit_alone(Fit(says), loader, weighting, accumulate_grad_batches=2)
+    torch.testing.assert_close(found, by_hand(7, 1, 2, 2), rtol=0, atol=1e-12)
 
 
 class Stream(IterableDataset[Tensor]):
@@ -403,15 +395,10 @@ class Stream(IterableDataset[Tensor]):
         return iter(dataset(5).tensors[0])
 
 
-def trainer_of(accumulate: int = 1, **options: Any) -> Trainer:
-    strategy = SingleDeviceStrategy(accelerator="cpu", **options)
-    return quiet_trainer(strategy, 1, max_epochs=1, accumulate_grad_batches=accumulate)
-
-
 def test_unknown_batch_sizes_are_refused() -> None:
     """The batch sizes of an iterable data set are unknown: the error says to log them."""
     with pytest.raises(ConfigurationError, match="log_weight"):
-        trainer_of(2, gradient_weighting="samples").fit(Fit(), DataLoader(Stream(), batch_size=2))
+        fit_alone(Fit(), DataLoader(Stream(), batch_size=2), "samples", accumulate_grad_batches=2)
 
 
 def some_of(count: int, samples: list[Any]) -> Any:
@@ -427,20 +414,13 @@ def test_samples_that_are_left_out(world_size: int, accumulate: int) -> None:
         with pytest.raises(
             ConfigurationError, match=r"does not know the size of batch 0.*\n.*\n.*log_weight"
         ):
-            fit_on_ranks(world_size, loader, accumulate=accumulate, gradient_weighting="samples")
+            fitted(world_size, loader, accumulate=accumulate, gradient_weighting="samples")
 
 
 def fit_own_split(make_loader: Callable[[int], Any]) -> list[Tensor]:
     """Fit on two threads, each with a loader of its own that rankwise does not split; return the weights."""
-
-    def fit(rank: int) -> Tensor:
-        strategy, module = ThreadedStrategy(rank, 2, gradient_weighting="samples"), modules[rank]
-        trainer = quiet_trainer(strategy, 2, max_epochs=1, use_distributed_sampler=False)
-        trainer.fit(module, make_loader(rank))
-        return flat(module)
-
-    modules = [Fit() for _ in range(2)]
-    return run_ranks(2, fit)
+    options = {"gradient_weighting": "samples"}
+    return fit_on_ranks([Fit(), Fit()], make_loader, options, use_distributed_sampler=False)
 
 
 def test_sizes_that_are_one_ranks_own_are_refused() -> None:
@@ -465,10 +445,7 @@ def test_a_weight_that_is_missing_or_not_asked_for() -> None:
     """Both are errors if they would change gradients; a single batch needs no weight."""
     loader = DataLoader(dataset(4), batch_size=2)
     with pytest.raises(ConfigurationError, match="has no weight"):
-        trainer_of(2, gradient_weighting="logged").fit(Fit(), loader)
+        fit_alone(Fit(), loader, "logged", accumulate_grad_batches=2)
     with pytest.raises(ConfigurationError, match="not weighted by it"):
-        trainer_of(2).fit(Fit("logs"), loader)
-    plain, logging = Fit(), copy.deepcopy(Fit("logs"))
-    trainer_of().fit(plain, loader)
-    trainer_of().fit(logging, loader)
-    assert torch.equal(flat(plain), flat(logging))
+        fit_alone(Fit("logs"), loader, accumulate_grad_batches=2)
+    assert torch.equal(fit_alone(Fit(), loader), fit_alone(copy.deepcopy(Fit("logs")), loader))

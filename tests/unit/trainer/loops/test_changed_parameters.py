@@ -14,7 +14,7 @@ from rankwise.callbacks import Callback
 from rankwise.errors import ConfigurationError, RankMismatchError, UnusedParametersError
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
 from tests.process.training_tasks import quiet_trainer
-from tests.unit.gradient_sync.helpers import FEATURES, loss_of, net
+from tests.unit.gradient_sync.helpers import FEATURES, Sums, fit_on_ranks
 
 
 class Layers(TrainingModule):
@@ -182,13 +182,8 @@ def in_the_step(change: Any, by_hand: bool = False) -> list[Any]:
         module.change = change
 
     def run(rank: int) -> Any:
-        return fit(
-            2,
-            modules[rank],
-            None,
-            ThreadedStrategy(rank, 2, gradient_weighting="samples"),
-            uneven_inputs="join",
-        )
+        strategy = ThreadedStrategy(rank, 2, gradient_weighting="samples")
+        return fit(2, modules[rank], None, strategy, uneven_inputs="join")
 
     return [fit(1, modules[2], None, "single_device"), *run_ranks(2, run)]
 
@@ -334,13 +329,11 @@ def test_a_layer_that_nothing_trains(arguments: dict[str, Any]) -> None:
         torch.testing.assert_close(own, wanted, rtol=0, atol=1e-12)
 
 
-class Centered(TrainingModule):
+class Centered(Sums):
     """Registers its first buffer in a step, with the mean of the rank's own batch, and records its values."""
 
     def __init__(self, *, by_hand: bool = False) -> None:
-        super().__init__()
-        self.net = net()
-        self.automatic_optimization = not by_hand
+        super().__init__(by_hand=by_hand)
         self.seen: list[list[float]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -350,29 +343,15 @@ class Centered(TrainingModule):
             self.center = (self.get_buffer("center") + mean) / 2
         else:
             self.register_buffer("center", mean)
-        loss = loss_of(self.net, batch[0])
-        if self.automatic_optimization:
-            return loss
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        return optimizer.step() and None
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return super().training_step(batch, batch_idx)
 
 
 def centers(by_hand: bool, ddp_kwargs: dict[str, Any]) -> list[Any]:
     """Train for four steps on two ranks; return what each has seen at the beginning of the last three."""
     modules = [Centered(by_hand=by_hand) for _ in range(2)]
     data = torch.randn(8, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-    def run(rank: int) -> Any:
-        trainer = quiet_trainer(ThreadedStrategy(rank, 2, **ddp_kwargs), 2, max_epochs=1)
-        trainer.fit(modules[rank], DataLoader(TensorDataset(data), batch_size=1))
-        return modules[rank].seen
-
-    return run_ranks(2, run)
+    fit_on_ranks(modules, DataLoader(TensorDataset(data), batch_size=1), ddp_kwargs)
+    return [module.seen for module in modules]
 
 
 @pytest.mark.parametrize("by_hand", [False, True])

@@ -8,13 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from rankwise import TrainingModule
 from rankwise.callbacks import ModelCheckpoint
 from rankwise.errors import ConfigurationError
 from rankwise.precision import MasterWeightsPrecision, MixedPrecision, Precision
-from tests.helpers.threaded import ThreadedStrategy, run_ranks
-from tests.process.training_tasks import quiet_trainer
-from tests.unit.gradient_sync.helpers import batch, loss_of, net
+from tests.helpers.exactness import weights
+from tests.unit.gradient_sync.helpers import Sums, assert_each, batch, fit_on_ranks, loss_of
 from tests.unit.trainer.helpers import Line, loader, trainer
 
 STEPS = 3
@@ -22,16 +20,17 @@ SIZES = ((3, 1), (2, 2), (1, 4))  # of the two ranks' batches, step by step
 Sizes = tuple[tuple[int, ...], ...]
 
 
-class Fit(TrainingModule):
-    """Fits sums by L-BFGS, and notes what it logs."""
+class Fit(Sums):
+    """Fits sums by L-BFGS, and counts its losses."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.net = net()
+    def __init__(self, *, by_hand: bool = False, **options: Any) -> None:
+        super().__init__(by_hand=by_hand)
         self.options = options
         self.evaluations = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if not self.automatic_optimization:
+            return self.step_with_closure(batch)
         self.evaluations += 1
         self.log("count", 1, on_epoch=True, on_step=False, reduce_fx="sum")
         return {"loss": loss_of(self.net, batch), **self.weight_of(batch)}
@@ -44,14 +43,8 @@ class Fit(TrainingModule):
         options = {"line_search_fn": "strong_wolfe", "max_iter": 4, **self.options}
         return torch.optim.LBFGS(self.parameters(), **options)
 
-
-class ManualFit(Fit):
-    """The same in manual optimisation."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
+    def step_with_closure(self, batch: Tensor) -> None:
+        optimizer: Any = self.optimizers()
 
         def closure() -> Tensor:
             self.evaluations += 1
@@ -75,29 +68,20 @@ class Batches(IterableDataset[Tensor]):
         return (batch(self.rank, number, size) for number, size in enumerate(ranks))
 
 
-def flat(model: nn.Module) -> Tensor:
-    return nn.utils.parameters_to_vector(model.parameters()).detach()
-
-
-def fitted(kind: type[Fit], sizes: Sizes, policy: str = "error", **options: Any) -> list[Tensor]:
+def fitted(is_manual: bool, sizes: Sizes, policy: str = "error", **options: Any) -> list[Tensor]:
     """Fit on as many threads as the first step has batches; return each rank's weights."""
-    world_size = len(sizes[0])
-    modules = [kind() for _ in range(world_size)]
-
-    def fit(rank: int) -> Tensor:
-        strategy = ThreadedStrategy(rank, world_size, **options)
-        keywords: dict[str, Any] = {
-            "max_epochs": 1,
-            "uneven_inputs": policy,
-            "use_distributed_sampler": False,
-        }
-        train = quiet_trainer(strategy, world_size, **keywords)
-        train.fit(modules[rank], DataLoader(Batches(rank, sizes), batch_size=None))
-        assert train.global_step == STEPS
-        assert modules[rank].evaluations == modules[0].evaluations > STEPS
-        return flat(modules[rank])
-
-    return run_ranks(world_size, fit)
+    modules = [Fit(by_hand=is_manual) for _ in sizes[0]]
+    found = fit_on_ranks(
+        modules,
+        lambda rank: DataLoader(Batches(rank, sizes), batch_size=None),
+        options,
+        uneven_inputs=policy,
+        use_distributed_sampler=False,
+    )
+    for module in modules:
+        assert module.trainer.global_step == STEPS
+        assert module.evaluations == modules[0].evaluations > STEPS
+    return found
 
 
 def by_hand(sizes: Sizes, clip: float | None = None, **options: Any) -> Tensor:
@@ -116,31 +100,22 @@ def by_hand(sizes: Sizes, clip: float | None = None, **options: Any) -> Tensor:
             return loss.item()
 
         optimizer.step(closure)
-    return flat(model)
+    return weights(model)
 
 
-@pytest.mark.parametrize("kind", [Fit, ManualFit])
-@pytest.mark.parametrize("mode", ["auto", "forced_sync"])
-def test_ranks_decide_as_one_process(kind: type[Fit], mode: str) -> None:
-    """The line search sees the loss of the global batch, on every rank."""
-    sizes = ((2, 2),) * STEPS
-    for mine in fitted(kind, sizes, sync_mode=mode):
-        torch.testing.assert_close(mine, by_hand(sizes), rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("kind", [Fit, ManualFit])
-def test_weighted_losses(kind: type[Fit]) -> None:
-    """Logged weights count in the loss as they do in the gradients."""
-    for mine in fitted(kind, SIZES, gradient_weighting="logged"):
-        torch.testing.assert_close(mine, by_hand(SIZES), rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("kind", [Fit, ManualFit])
-def test_padding_steps(kind: type[Fit]) -> None:
-    """A rank without a batch has no part in the loss."""
-    sizes = ((2, 2), (2, 2), (2,))
-    for mine in fitted(kind, sizes, "join"):
-        torch.testing.assert_close(mine, by_hand(sizes), rtol=0, atol=1e-9)
+@pytest.mark.parametrize("is_manual", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        (((2, 2),) * STEPS, {"sync_mode": "auto"}),
+        (((2, 2),) * STEPS, {"sync_mode": "forced_sync"}),
+        (SIZES, {"gradient_weighting": "logged"}),
+        (((2, 2), (2, 2), (2,)), {"policy": "join"}),  # a rank without a batch has no part in the loss
+    ],
+)
+def test_ranks_decide_as_one_process(sizes: Sizes, options: dict[str, Any], is_manual: bool) -> None:
+    """The line search sees the loss of the global batch, with its weights, on every rank."""
+    assert_each(fitted(is_manual, sizes, **options), by_hand(sizes), 1e-9)
 
 
 def test_clipping_and_logging(tmp_path: Path) -> None:
@@ -148,7 +123,7 @@ def test_clipping_and_logging(tmp_path: Path) -> None:
     sizes, model = ((2,),) * STEPS, Fit(max_iter=2)
     train = trainer(tmp_path, gradient_clip_val=0.05)
     train.fit(model, DataLoader(Batches(0, sizes), batch_size=None))
-    torch.testing.assert_close(flat(model), by_hand(sizes, 0.05, max_iter=2), rtol=0, atol=1e-12)
+    torch.testing.assert_close(weights(model), by_hand(sizes, 0.05, max_iter=2), rtol=0, atol=1e-12)
     assert train.callback_metrics["count"] == STEPS < model.evaluations
 
 
@@ -159,7 +134,7 @@ def test_resuming(tmp_path: Path) -> None:
     expected, resumed = Fit(), Fit()
     trainer(tmp_path, callbacks=saving, enable_checkpointing=True).fit(expected, data)
     trainer(tmp_path).fit(resumed, data, ckpt_path=tmp_path / "step=1.ckpt")
-    assert torch.equal(flat(resumed), flat(expected))
+    assert torch.equal(weights(resumed), weights(expected))
 
 
 @pytest.mark.parametrize(

@@ -173,24 +173,18 @@ WAYS = {
     "keyword": lambda _, optimizer, closure: optimizer.step(closure=closure),
     "closure first": closure_first,
 }
-OPTIONS = [{}, {"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.1}, {"on_nonfinite": "skip"}]
+OPTIONS: list[dict[str, Any]] = [
+    *({}, {"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.1}, {"on_nonfinite": "skip"}),
+    *({"precision": "bf16-mixed"}, {"precision": "bf16-master"}),
+]
 
 
 @pytest.mark.parametrize("how", WAYS.values(), ids=list(WAYS))
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_step_with_a_closure(tmp_path: Path, how: Any, options: dict[str, Any]) -> None:
-    """The weights are those without the hook, bit by bit."""
+    """The weights are those without the hook, bit by bit, also in another precision."""
     assert torch.equal(
         weights_of(Stepping(how), tmp_path, **options), weights_of(Line(), tmp_path, **options)
-    )
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-master"])
-def test_a_step_in_another_precision(tmp_path: Path, precision: str) -> None:
-    """The optimizer steps in the trainer's precision."""
-    model = Stepping(WAYS["keyword"])
-    assert torch.equal(
-        weights_of(model, tmp_path, precision=precision), weights_of(Line(), tmp_path, precision=precision)
     )
 
 

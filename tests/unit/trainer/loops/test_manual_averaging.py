@@ -12,9 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from rankwise import TrainingModule
 from rankwise.errors import ConfigurationError
 from rankwise.precision import MixedPrecision
-from tests.helpers.exactness import Case, Model, expected_weights, loader, weights
+from tests.helpers.exactness import Case, Model, expected_weights, loader
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
 from tests.process.training_tasks import quiet_trainer
+from tests.unit.gradient_sync.helpers import assert_each, fit_on_ranks
 
 # Batches of 4 and 2 samples on rank 0, of 4 and 1 on rank 1; then rank 1 repeats its last one.
 UNEVEN = Case(2, 11, 4, 1, uneven_inputs="join")
@@ -53,14 +54,7 @@ class InParts(Manual):
 def train(case: Case, kind: Callable[[Case], Model], **options: Any) -> list[Tensor]:
     """Fit on threads; return each rank's weights."""
     modules = [kind(case) for _ in range(case.world_size)]
-    data = loader(case)
-
-    def fit(rank: int) -> Tensor:
-        strategy = ThreadedStrategy(rank, case.world_size, **{**case.strategy_options, **options})
-        quiet_trainer(strategy, case.world_size, **case.trainer_options).fit(modules[rank], data)
-        return weights(modules[rank])
-
-    return run_ranks(case.world_size, fit)
+    return fit_on_ranks(modules, loader(case), {**case.strategy_options, **options}, **case.trainer_options)
 
 
 @pytest.mark.parametrize("kind", [Manual, InParts])
@@ -69,16 +63,13 @@ def train(case: Case, kind: Callable[[Case], Model], **options: Any) -> list[Ten
 def test_weights(case: Case, weighting: str, kind: type[Manual]) -> None:
     """Batches of other sizes and numbers on each rank, in one backward pass or two: one process's weights."""
     case = Case(**{**vars(case), "weighting": weighting})
-    expected = expected_weights(case)
-    for mine in train(case, kind):
-        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+    assert_each(train(case, kind), expected_weights(case))
 
 
 def test_one_process_alone() -> None:
     """A weight is divided by itself where there is nobody else."""
     case = Case(1, 5, 2, 1, weighting="logged")
-    [mine] = train(case, Manual)
-    torch.testing.assert_close(mine, expected_weights(case), rtol=0, atol=1e-12)
+    assert_each(train(case, Manual), expected_weights(case))
 
 
 class Blocked(Manual):
@@ -133,10 +124,8 @@ def test_a_hook_of_ones_own_gets_buckets() -> None:
         future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
         return future
 
-    expected = expected_weights(EVEN)
     found = train(EVEN, Manual, gradient_weighting=None, comm_hook=hook, comm_state=seen)
-    for mine in found:
-        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+    assert_each(found, expected_weights(EVEN))
     assert seen
     assert all(each == {"index": 0, "is_last": True, "fits": True} for each in seen)
 

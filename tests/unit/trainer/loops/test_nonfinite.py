@@ -12,8 +12,8 @@ from rankwise import DDPStrategy
 from rankwise.errors import ConfigurationError, NonFiniteLossError
 from rankwise.gradient_sync import register_ddp_comm_hook
 from rankwise.precision import MixedPrecision
-from tests.helpers.threaded import ThreadedStrategy, run_ranks
-from tests.process.training_tasks import quiet_trainer
+from tests.helpers.threaded import ThreadedStrategy
+from tests.unit.gradient_sync.helpers import fit_on_ranks
 from tests.unit.trainer.helpers import Line, loader, trainer
 
 
@@ -150,14 +150,9 @@ def test_averaged_models_where_a_step_is_skipped(tmp_path: Path, caplog: pytest.
     One rank says that a step is skipped.
     """
     models = [Spoilt(float("nan")) for _ in range(2)]
-
-    def fit(rank: int) -> Tensor:
-        hook = "post_localsgd:start_localSGD_iter=2,post_local_gradient_allreduce=false"
-        strategy = ThreadedStrategy(rank, 2, comm_hook=hook, model_averaging_period=4)
-        quiet_trainer(strategy, 2, on_nonfinite="skip", max_steps=3).fit(models[rank], loader())
-        return models[rank].layer.weight.detach()
-
-    first, second = run_ranks(2, fit)
+    hook = "post_localsgd:start_localSGD_iter=2,post_local_gradient_allreduce=false"
+    options = {"comm_hook": hook, "model_averaging_period": 4}
+    first, second = fit_on_ranks(models, loader(), options, max_epochs=-1, max_steps=3, on_nonfinite="skip")
     assert torch.equal(first, second)
     assert caplog.text.count("This step is skipped") == 1
 
@@ -175,13 +170,8 @@ class Registered(ThreadedStrategy):
 def test_ranks_agree_with_a_hook_that_is_registered_later(tmp_path: Path) -> None:
     """A NaN that stays on rank 1 makes rank 0 skip its step too."""
     models = [Spoilt(1.0), Spoilt(float("nan"))]
-
-    def fit(rank: int) -> list[Tensor]:
-        strategy = Registered(rank, 2)
-        trainer = quiet_trainer(strategy, 2, on_nonfinite="skip", max_steps=3, check_ranks_every_n_steps=0)
-        trainer.fit(models[rank], loader())
-        return models[rank].weights
-
-    for first, second, third in run_ranks(2, fit):
+    options: dict[str, Any] = {"max_epochs": -1, "max_steps": 3, "check_ranks_every_n_steps": 0}
+    fit_on_ranks(models, loader(), None, Registered, on_nonfinite="skip", **options)
+    for first, second, third in (model.weights for model in models):
         assert torch.equal(first, second)
         assert not torch.equal(second, third)

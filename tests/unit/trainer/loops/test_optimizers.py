@@ -50,6 +50,10 @@ def test_forms(make: Any, schedulers: int) -> None:
     assert len(configs) == schedulers
 
 
+def _with_options(options: dict[str, Any], optimizer: Any, scheduler: Any) -> Any:
+    return [optimizer], [{"scheduler": scheduler, **options}]
+
+
 def test_a_dictionary_for_each_optimizer() -> None:
     """Several optimizers may be dictionaries, each with a scheduler or without."""
     module = Returning(lambda first, scheduler: [{"optimizer": first, "lr_scheduler": scheduler}, second])
@@ -68,14 +72,8 @@ def test_a_dictionary_for_each_optimizer() -> None:
         (lambda optimizer, scheduler: [optimizer, optimizer], ConfigurationError),
         (lambda optimizer, scheduler: ([optimizer], [optimizer]), InvalidTypeError),
         (lambda optimizer, scheduler: ([optimizer], [{"schedule": scheduler}]), UnknownArgumentError),
-        (
-            lambda optimizer, scheduler: ([optimizer], [{"scheduler": scheduler, "interval": "day"}]),
-            InvalidArgumentError,
-        ),
-        (
-            lambda optimizer, scheduler: ([optimizer], [{"scheduler": scheduler, "frequency": 0}]),
-            InvalidArgumentError,
-        ),
+        (partial(_with_options, {"interval": "day"}), InvalidArgumentError),
+        (partial(_with_options, {"frequency": 0}), InvalidArgumentError),
         (lambda optimizer, scheduler: ([optimizer], [ReduceLROnPlateau(optimizer)]), ConfigurationError),
     ],
 )
@@ -86,29 +84,23 @@ def test_mistakes(make: Any, error: type[Exception]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "halvings"),
-    [({}, 2), ({"interval": "step"}, 8), ({"interval": "step", "frequency": 3}, 2), ({"frequency": 2}, 1)],
+    ("batches", "accumulate", "options", "halvings"),
+    [
+        (4, 1, {}, 2),
+        (4, 1, {"interval": "step"}, 8),
+        (4, 1, {"interval": "step", "frequency": 3}, 2),
+        (4, 1, {"frequency": 2}, 1),
+        *((5, 1, {"interval": "step", "frequency": n}, halvings) for n, halvings in ((2, 4), (5, 2), (6, 0))),
+        *((5, 2, {"interval": "step", "frequency": n}, halvings) for n, halvings in ((2, 4), (3, 0), (5, 2))),
+    ],
 )
-def test_when_schedulers_step(tmp_path: Path, options: dict[str, Any], halvings: int) -> None:
-    """A scheduler steps after every n-th epoch or step."""
-    train = trainer(tmp_path, max_epochs=2)
-    model = Returning(lambda optimizer, scheduler: ([optimizer], [{"scheduler": scheduler, **options}]))
-    train.fit(model, loader())
-    assert train.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-3 * 0.5**halvings)
-
-
-@pytest.mark.parametrize(
-    ("accumulate", "frequency", "halvings"),
-    [(1, 2, 4), (1, 5, 2), (1, 6, 0), (2, 2, 4), (2, 3, 0), (2, 5, 2)],
-)
-def test_frequency_counts_the_batches_of_an_epoch(
-    tmp_path: Path, accumulate: int, frequency: int, halvings: int
+def test_when_schedulers_step(
+    tmp_path: Path, batches: int, accumulate: int, options: dict[str, Any], halvings: int
 ) -> None:
-    """In each of two epochs of five batches, the count begins anew; with accumulation batches count, too."""
-    options = {"interval": "step", "frequency": frequency}
-    model = Returning(lambda optimizer, scheduler: ([optimizer], [{"scheduler": scheduler, **options}]))
+    """After every n-th epoch, or every n-th batch, also with accumulation; each epoch counts anew."""
+    model = Returning(partial(_with_options, options))
     train = trainer(tmp_path, max_epochs=2, accumulate_grad_batches=accumulate)
-    train.fit(model, loader(10))
+    train.fit(model, loader(2 * batches))
     assert train.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-3 * 0.5**halvings)
 
 
@@ -141,24 +133,16 @@ def test_plateau_by_step(tmp_path: Path, where: str) -> None:
     assert seen == [1, 3, 4]
 
 
-class Manually(Returning):
-    """Returns a scheduler in manual optimisation."""
-
-    automatic_optimization = False
-
-
 def test_schedulers_of_a_manual_loop() -> None:
     """The module gives the metric itself; when the Trainer should step has no effect, and is refused."""
-    _, [config] = configure(Manually(lambda optimizer, _: ([optimizer], [ReduceLROnPlateau(optimizer)])))
+    module = Returning(lambda optimizer, _: ([optimizer], [ReduceLROnPlateau(optimizer)]))
+    module.automatic_optimization = False
+    _, [config] = configure(module)
     assert config.monitor is None
     for options in ({"interval": "step"}, {"frequency": 2}):
-        make = partial(_with_options, options)
+        module.make = partial(_with_options, options)
         with pytest.raises(ConfigurationError, match="has no effect in manual optimisation"):
-            configure(Manually(make))
-
-
-def _with_options(options: dict[str, Any], optimizer: Any, scheduler: Any) -> Any:
-    return [optimizer], [{"scheduler": scheduler, **options}]
+            configure(module)
 
 
 def test_plateau_without_metric(tmp_path: Path) -> None:

@@ -6,13 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.helpers.exactness import Case, Model, dataset, expected_weights, loader, weights
-from tests.helpers.threaded import ThreadedStrategy, counted_reductions, run_ranks
-from tests.process.training_tasks import quiet_trainer
+from tests.helpers.exactness import Case, Model, dataset, expected_weights, loader
+from tests.helpers.threaded import counted_reductions
+from tests.unit.gradient_sync.helpers import assert_each, fit_on_ranks
 
 # Rank 0 has three batches, rank 1 two; the one that rank 1 repeats uses the branch, rank 0's third does not.
 CASE = Case(2, 5, 1, 1, kind="branching", weighting="logged", uneven_inputs="join")
@@ -47,22 +46,15 @@ class Unsized(IterableDataset[Any]):
 def train(case: Case, kind: type[Model] = Model, *, is_sized: bool = True, **options: Any) -> list[Tensor]:
     """Fit on two threads; return each rank's weights."""
     modules = [kind(case) for _ in range(2)]
-
-    def fit(rank: int) -> Tensor:
-        strategy = ThreadedStrategy(rank, 2, **{**case.strategy_options, **options})
-        trainer = quiet_trainer(strategy, 2, use_distributed_sampler=is_sized, **case.trainer_options)
-        trainer.fit(modules[rank], loader(case) if is_sized else DataLoader(Unsized(rank), batch_size=1))
-        return weights(modules[rank])
-
+    options = {**case.strategy_options, **options}
+    data = loader(case) if is_sized else lambda rank: DataLoader(Unsized(rank), batch_size=1)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="find_unused_parameters")  # not what this is about
-        return run_ranks(2, fit)
+        return fit_on_ranks(modules, data, options, use_distributed_sampler=is_sized, **case.trainer_options)
 
 
 def check(found: list[Tensor], case: Case) -> None:
-    expected = expected_weights(case)
-    for mine in found:
-        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+    assert_each(found, expected_weights(case))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

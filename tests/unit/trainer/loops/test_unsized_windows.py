@@ -5,13 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from rankwise import TrainingModule
-from tests.helpers.threaded import ThreadedStrategy, run_ranks
-from tests.process.training_tasks import quiet_trainer
-from tests.unit.gradient_sync.helpers import batch, loss_of, net
+from tests.helpers.exactness import weights
+from tests.unit.gradient_sync.helpers import Sums, assert_each, batch, fit_on_ranks, loss_of
 
 MODES: tuple[dict[str, Any], ...] = (
     {},
@@ -32,16 +30,11 @@ class Stream(IterableDataset[Tensor]):
         return (batch(self.rank, number) for number in range(self.count))
 
 
-class Fit(TrainingModule):
-    """Fits sums with momentum, so that a step of another size changes all later ones."""
-
-    def __init__(self, *, is_logging: bool = False) -> None:
-        super().__init__()
-        self.net = net()
-        self.is_logging = is_logging
+class Fit(Sums):
+    """Fits with momentum, so that a step of another size changes all later ones; logs weights if asked to."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.is_logging:
+        if self.trainer.strategy.gradient_weighting == "logged":
             self.log_weight(1)
         return loss_of(self.net, batch)
 
@@ -49,26 +42,17 @@ class Fit(TrainingModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def flat(model: nn.Module) -> Tensor:
-    return nn.utils.parameters_to_vector(model.parameters()).detach()
-
-
 def fitted(counts: tuple[int, ...], accumulate: int, policy: str, **options: Any) -> list[Tensor]:
     """Fit two epochs on threads; return each rank's weights."""
-    modules = [Fit(is_logging="gradient_weighting" in options) for _ in counts]
-
-    def fit(rank: int) -> Tensor:
-        strategy = ThreadedStrategy(rank, len(counts), **options)
-        keywords: dict[str, Any] = {
-            "max_epochs": 2,
-            "uneven_inputs": policy,
-            "use_distributed_sampler": False,
-        }
-        trainer = quiet_trainer(strategy, len(counts), accumulate_grad_batches=accumulate, **keywords)
-        trainer.fit(modules[rank], DataLoader(Stream(rank, counts[rank]), batch_size=None))
-        return flat(modules[rank])
-
-    return run_ranks(len(counts), fit)
+    return fit_on_ranks(
+        [Fit() for _ in counts],
+        lambda rank: DataLoader(Stream(rank, counts[rank]), batch_size=None),
+        options,
+        max_epochs=2,
+        uneven_inputs=policy,
+        use_distributed_sampler=False,
+        accumulate_grad_batches=accumulate,
+    )
 
 
 def by_hand(counts: tuple[int, ...], accumulate: int) -> Tensor:
@@ -81,7 +65,7 @@ def by_hand(counts: tuple[int, ...], accumulate: int) -> Tensor:
         optimizer.zero_grad()
         loss_of(model.net, torch.cat(window)).backward()
         optimizer.step()
-    return flat(model)
+    return weights(model)
 
 
 @pytest.mark.parametrize("options", MODES)
@@ -90,20 +74,15 @@ def by_hand(counts: tuple[int, ...], accumulate: int) -> Tensor:
 )
 def test_join(counts: tuple[int, ...], accumulate: int, options: dict[str, Any]) -> None:
     """Each batch counts equally in its window, also where ranks run out, or the window is cut short."""
-    expected = by_hand(counts, accumulate)
-    for mine in fitted(counts, accumulate, "join", **options):
-        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+    assert_each(fitted(counts, accumulate, "join", **options), by_hand(counts, accumulate))
 
 
 @pytest.mark.parametrize("policy", ["error", "truncate"])
 def test_a_window_that_is_cut_short(policy: str) -> None:
     """The last window of five batches is a mean over two, with other policies too."""
-    expected = by_hand((5, 5), 3)
-    for mine in fitted((5, 5 if policy == "error" else 6), 3, policy):
-        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+    assert_each(fitted((5, 5 if policy == "error" else 6), 3, policy), by_hand((5, 5), 3))
 
 
 def test_one_process() -> None:
     """So is that of a process alone."""
-    [mine] = fitted((5,), 3, "error")
-    torch.testing.assert_close(mine, by_hand((5,), 3), rtol=0, atol=1e-12)
+    assert_each(fitted((5,), 3, "error"), by_hand((5,), 3))
