@@ -1,5 +1,6 @@
 """When checkpoints are saved, which are kept, and what they are called."""
 
+import math
 import os
 import time
 from datetime import timedelta
@@ -37,12 +38,78 @@ def fit(
     return sorted(path.name for path in Path(saving.dirpath or "").iterdir())
 
 
-def test_latest_is_kept(tmp_path: Path) -> None:
-    """Without a metric the latest checkpoint is kept, under its epoch and step."""
-    saving = ModelCheckpoint(tmp_path)
-    assert fit(tmp_path, saving, 1, 1) == ["epoch=1-step=8.ckpt"]
-    assert saving.best_model_path == str(tmp_path / "epoch=1-step=8.ckpt")
-    assert saving.best_model_score is None
+MONITOR, SECOND, HALVES = {"monitor": "score"}, {"check_val_every_n_epoch": 2}, {"val_check_interval": 0.5}
+SCORED = {"filename": "{epoch}", **MONITOR}
+EPOCHS, STEPS = ({"filename": name, "save_top_k": -1} for name in ("{epoch}", "{step}"))
+NEWEST = {"filename": "{epoch}", "save_top_k": 2, "mode": "max"}
+AT_END, AT_VALIDATION = ({"save_on_train_epoch_end": at_end} for at_end in (True, False))
+RUNS: dict[str, tuple[dict[str, Any], list[float], dict[str, Any], str]] = {
+    "the latest, without a metric": ({}, [1, 1], {}, "epoch=1-step=8"),
+    "all, with -1": ({"save_top_k": -1}, [1, 1, 1], {}, "epoch=0-step=4 epoch=1-step=8 epoch=2-step=12"),
+    "a NaN gives way to any number": ({**SCORED}, [math.nan, 0.5, math.nan], {}, "epoch=1"),
+    "only the last, with 0": ({"save_top_k": 0, "save_last": True}, [1, 1], {}, "last"),
+    "every second epoch": ({**EPOCHS, "every_n_epochs": 2}, [1, 1, 1, 1], {}, "epoch=1 epoch=3"),
+    "steps are counted over epochs, once per optimizer step": (
+        {**STEPS, "every_n_train_steps": 3},
+        [1, 1, 1],
+        {"accumulate_grad_batches": 2},
+        "step=3 step=6",
+    ),
+    "an epoch without validation has no score": (
+        {**SCORED, "save_top_k": 2},
+        [0.3, 0.2, 0.1],
+        {"check_val_every_n_epoch": 2},
+        "epoch=1",
+    ),
+    "validated in the middle of an epoch": ({**STEPS, **MONITOR}, [1], HALVES, "step=2 step=4"),
+    "... for steps": ({**STEPS, **MONITOR, **AT_VALIDATION}, [1], HALVES, "step=2 step=4"),
+    "... unless only the end of an epoch counts": ({**STEPS, **MONITOR, **AT_END}, [1], HALVES, "step=4"),
+    "validated every second epoch": ({**EPOCHS, "monitor": "loss"}, [1] * 4, SECOND, "epoch=1 epoch=3"),
+    "... for epochs": ({**EPOCHS, "monitor": "loss", **AT_VALIDATION}, [1] * 4, SECOND, "epoch=1 epoch=3"),
+    "... but every epoch is saved": (
+        {**EPOCHS, "monitor": "loss", **AT_END},
+        [1] * 4,
+        SECOND,
+        "epoch=0 epoch=1 epoch=2 epoch=3",
+    ),
+    "a step waits for the first validation, the last one for that of its epoch": (
+        {"filename": "{step}-{score:.0f}", **MONITOR, "save_top_k": -1, "every_n_train_steps": 2},
+        [7, 8],
+        {},
+        "step=4-score=7 step=6-score=7 step=8-score=8",
+    ),
+    "not again when training stops after a validation": (
+        {"save_top_k": -1},
+        [1],
+        {"val_check_interval": 2, "max_steps": 2},
+        "epoch=0-step=2",
+    ),
+    "no epoch": ({"every_n_epochs": 0}, [1, 1], {}, ""),
+    "no step": ({"every_n_train_steps": 0}, [1, 1], {}, ""),
+    "the newest by step": ({**NEWEST, "monitor": "step"}, [1, 1, 1], {}, "epoch=1 epoch=2"),
+    "the newest by epoch": ({**NEWEST, "monitor": "epoch"}, [1, 1, 1], {}, "epoch=1 epoch=2"),
+    "the oldest": ({**NEWEST, "monitor": "epoch", "mode": "min"}, [1, 1, 1], {}, "epoch=0 epoch=1"),
+    "values without names": (
+        {"filename": "at-{epoch:02d}-{score:.1f}", "auto_insert_metric_name": False},
+        [1, 0.5],
+        {},
+        "at-01-0.5",
+    ),
+}
+"""Arguments of the callback, scores, arguments of the trainer, and the files that are left."""
+
+
+@pytest.mark.parametrize("what", RUNS)
+def test_what_is_kept(tmp_path: Path, what: str) -> None:
+    """When checkpoints are saved, which of them stay, and what they are called."""
+    options, scores, more, names = RUNS[what]
+    (tmp_path / "own").mkdir()
+    saving = ModelCheckpoint(tmp_path / "own", **options)
+    assert fit(tmp_path, saving, *scores, **more) == [f"{name}.ckpt" for name in names.split()]
+    assert Path(saving.last_model_path).name == ("last.ckpt" if "save_last" in options else "")
+    if not options:
+        assert saving.best_model_path == str(tmp_path / "own" / "epoch=1-step=8.ckpt")
+        assert saving.best_model_score is None
 
 
 @pytest.mark.parametrize(("mode", "best"), [("min", 0.2), ("max", 0.9)])
@@ -61,17 +128,6 @@ def test_best_two_are_kept(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, "{epoch}", monitor="score", save_top_k=2)
     assert fit(tmp_path, saving, 0.5, 0.2, 0.9, 0.4) == ["epoch=1.ckpt", "epoch=3.ckpt"]
     assert saving.kth_best_model_path == str(tmp_path / "epoch=3.ckpt")
-
-
-def test_all_are_kept(tmp_path: Path) -> None:
-    """With save_top_k=-1 nothing is removed."""
-    assert len(fit(tmp_path, ModelCheckpoint(tmp_path, save_top_k=-1), 1, 1, 1)) == 3
-
-
-def test_not_a_number_is_no_best(tmp_path: Path) -> None:
-    """A NaN gives way to any number."""
-    saving = ModelCheckpoint(tmp_path, "{epoch}", monitor="score")
-    assert fit(tmp_path, saving, float("nan"), 0.5, float("nan")) == ["epoch=1.ckpt"]
 
 
 class FailsSecond(CheckpointIO):
@@ -100,26 +156,6 @@ def test_a_failed_save_leaves_the_file_before_it(tmp_path: Path, writes: str) ->
     with pytest.raises(CheckpointError, match="no space"):
         fit(tmp_path, ModelCheckpoint(tmp_path), 1, 1, plugins=io)
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["epoch=0-step=4.ckpt"]
-
-
-def test_last(tmp_path: Path) -> None:
-    """save_last writes last.ckpt too; save_top_k=0 writes nothing else."""
-    saving = ModelCheckpoint(tmp_path, save_top_k=0, save_last=True)
-    assert fit(tmp_path, saving, 1, 1) == ["last.ckpt"]
-    assert saving.last_model_path == str(tmp_path / "last.ckpt")
-
-
-def test_every_n_epochs(tmp_path: Path) -> None:
-    """Only every second epoch is saved."""
-    saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, every_n_epochs=2)
-    assert fit(tmp_path, saving, 1, 1, 1, 1) == ["epoch=1.ckpt", "epoch=3.ckpt"]
-
-
-def test_every_n_train_steps(tmp_path: Path) -> None:
-    """Steps are counted over epochs, once per optimizer step even when gradients are accumulated."""
-    saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=3)
-    files = fit(tmp_path, saving, 1, 1, 1, accumulate_grad_batches=2)
-    assert files == ["step=3.ckpt", "step=6.ckpt"]
 
 
 def test_other_runs_files_are_left(tmp_path: Path) -> None:
@@ -219,23 +255,8 @@ def test_two_callbacks_with_a_last_each(tmp_path: Path) -> None:
         assert len({saving.last_model_path for saving in savings}) == len(list(tmp_path.iterdir())) == 2
 
 
-def test_only_validated_epochs_compete(tmp_path: Path) -> None:
-    """An epoch without validation is not saved under the score of an earlier one."""
-    saving = ModelCheckpoint(tmp_path, "{epoch}", monitor="score", save_top_k=2)
-    assert fit(tmp_path, saving, 0.3, 0.2, 0.1, check_val_every_n_epoch=2) == ["epoch=1.ckpt"]
-
-
-@pytest.mark.parametrize(("at_end", "steps"), [(None, [2, 4]), (False, [2, 4]), (True, [4])])
-def test_validation_within_an_epoch(tmp_path: Path, at_end: bool | None, steps: list[int]) -> None:
-    """A validation in the middle of an epoch is a chance to save, unless only the end of an epoch is."""
-    saving = ModelCheckpoint(
-        tmp_path, "{step}", monitor="score", save_top_k=-1, save_on_train_epoch_end=at_end
-    )
-    assert fit(tmp_path, saving, 1, val_check_interval=0.5) == [f"step={step}.ckpt" for step in steps]
-
-
 def test_default_folder(tmp_path: Path) -> None:
-    """Checkpoints lie in the logger's folder."""
+    """Checkpoints lie in the logger's folder, and each file is logged if asked for."""
     saving = ModelCheckpoint()
     fit(tmp_path, saving, 1, logger=True)
     assert saving.dirpath == str(tmp_path / "rankwise_logs" / "version_0" / "checkpoints")
@@ -259,45 +280,27 @@ def test_state_round_trip(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("error", "refused"),
     [
-        {"mode": "best"},
-        {"save_top_k": -2},
-        {"every_n_epochs": -1},
-        {"every_n_train_steps": -1},
-        {"save_last": "copy"},
-        {"filename": "{epoch:.2q}"},
-        {"filename": "../{epoch}"},
-        {"filename": "/tmp/{epoch}"},
+        (InvalidArgumentError, [{"mode": "best"}, {"save_top_k": -2}, {"save_last": "copy"}]),
+        (InvalidArgumentError, [{"every_n_epochs": -1}, {"every_n_train_steps": -1}]),
+        (
+            InvalidArgumentError,
+            [{"filename": name} for name in ("{epoch:.2q}", "../{epoch}", "/tmp/{epoch}")],
+        ),
+        (InvalidTypeError, [{"train_time_interval": 60}]),
+        (ConfigurationError, [{"save_top_k": 2}, {"every_n_epochs": 1, "every_n_train_steps": 1}]),
+        (ConfigurationError, [{"every_n_epochs": 1, "train_time_interval": timedelta(hours=1)}]),
+        (ConfigurationError, [{"every_n_train_steps": 1, **AT_END}, {"every_n_epochs": 0, **AT_END}]),
+        (ConfigurationError, [{"train_time_interval": timedelta(hours=1), **AT_VALIDATION}]),
     ],
 )
-def test_wrong_values(options: dict[str, Any]) -> None:
-    """Values that cannot work are refused in the constructor."""
-    with pytest.raises(InvalidArgumentError):
-        ModelCheckpoint(**options)
-
-
-def test_an_interval_that_is_no_time() -> None:
-    """Seconds as a number are refused."""
-    with pytest.raises(InvalidTypeError, match="train_time_interval"):
-        ModelCheckpoint(train_time_interval=60)  # type: ignore[arg-type]  # the mistake
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"save_top_k": 2},
-        {"every_n_epochs": 1, "every_n_train_steps": 1},
-        {"every_n_epochs": 1, "train_time_interval": timedelta(hours=1)},
-        {"every_n_train_steps": 1, "save_on_train_epoch_end": True},
-        {"train_time_interval": timedelta(hours=1), "save_on_train_epoch_end": False},
-        {"every_n_epochs": 0, "save_on_train_epoch_end": True},
-    ],
-)
-def test_contradictions(options: dict[str, Any]) -> None:
-    """Values that contradict each other are refused in the constructor."""
-    with pytest.raises(ConfigurationError):
-        ModelCheckpoint(**options)
+def test_wrong_values(error: type[Exception], refused: list[dict[str, Any]]) -> None:
+    """Values that cannot work, or contradict each other, are refused in the constructor."""
+    for options in refused:
+        with pytest.raises(error) as caught:
+            ModelCheckpoint(**options)
+        assert error is not InvalidTypeError or "train_time_interval" in str(caught.value)
 
 
 def test_a_linked_last(tmp_path: Path) -> None:
@@ -334,27 +337,6 @@ def test_a_linked_last_in_a_thread(tmp_path: Path) -> None:
     assert Path(saving.last_model_path).samefile(saving.best_model_path)
 
 
-@pytest.mark.parametrize("off", [{"every_n_epochs": 0}, {"every_n_train_steps": 0}])
-def test_never(tmp_path: Path, off: dict[str, Any]) -> None:
-    """An interval of 0 saves nothing."""
-    tmp_path.joinpath("own").mkdir()
-    assert fit(tmp_path, ModelCheckpoint(tmp_path / "own", **off), 1, 1) == []
-
-
-@pytest.mark.parametrize(("monitor", "mode"), [("step", "max"), ("epoch", "max"), ("epoch", "min")])
-def test_progress_as_metric(tmp_path: Path, monitor: str, mode: str) -> None:
-    """The newest, or the oldest, are kept without a metric of the module."""
-    saving = ModelCheckpoint(tmp_path, "{epoch}", monitor=monitor, mode=mode, save_top_k=2)
-    expected = ["epoch=0.ckpt", "epoch=1.ckpt"] if mode == "min" else ["epoch=1.ckpt", "epoch=2.ckpt"]
-    assert fit(tmp_path, saving, 1, 1, 1) == expected
-
-
-def test_names_without_metric_names(tmp_path: Path) -> None:
-    """With auto_insert_metric_name=False there are values only."""
-    saving = ModelCheckpoint(tmp_path, "at-{epoch:02d}-{score:.1f}", auto_insert_metric_name=False)
-    assert fit(tmp_path, saving, 1, 0.5) == ["at-01-0.5.ckpt"]
-
-
 def test_no_versions(tmp_path: Path) -> None:
     """With enable_version_counter=False another run's file of the same name is replaced."""
     for epochs in (2, 1):
@@ -378,7 +360,7 @@ def test_no_versions_beside_a_link(tmp_path: Path) -> None:
 
 
 def test_weights_only(tmp_path: Path) -> None:
-    """A file of weights serves evaluation; a fit cannot continue from it."""
+    """A file of weights serves evaluation; a fit cannot continue from it, nor needs the callback a state."""
     saving = ModelCheckpoint(tmp_path, "{epoch}", save_weights_only=True)
     assert fit(tmp_path, saving, 1, 1) == ["epoch=1.ckpt"]
     path = saving.best_model_path
@@ -400,23 +382,6 @@ def test_weights_only_without_a_state(tmp_path: Path) -> None:
     saved = TorchCheckpointIO().load_checkpoint(saving.best_model_path)
     assert "callbacks" not in saved
     assert saved["run_tokens"] == [saving.run_token]
-
-
-@pytest.mark.parametrize(("when", "epochs"), [(None, [1, 3]), (False, [1, 3]), (True, [0, 1, 2, 3])])
-def test_save_on_train_epoch_end(tmp_path: Path, when: bool | None, epochs: list[int]) -> None:
-    """Every epoch is saved, or every validated one."""
-    saving = ModelCheckpoint(tmp_path, "{epoch}", monitor="loss", save_top_k=-1, save_on_train_epoch_end=when)
-    files = fit(tmp_path, saving, 1, 1, 1, 1, check_val_every_n_epoch=2)
-    assert files == [f"epoch={epoch}.ckpt" for epoch in epochs]
-
-
-def test_steps_wait_for_the_metric(tmp_path: Path) -> None:
-    """A step's save waits for the first validation, and in the last step for that of the epoch's end."""
-    saving = ModelCheckpoint(
-        tmp_path, "{step}-{score:.0f}", monitor="score", save_top_k=-1, every_n_train_steps=2
-    )
-    files = fit(tmp_path, saving, 7, 8)
-    assert files == ["step=4-score=7.ckpt", "step=6-score=7.ckpt", "step=8-score=8.ckpt"]
 
 
 class Counting(Line):
@@ -447,12 +412,6 @@ def test_steps_wait_for_their_validation(tmp_path: Path, interval: int, names: l
     train.fit(Counting(), loader(), loader())
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == names
     assert Path(saving.best_model_path).name == names[-1]
-
-
-def test_a_stop_after_a_validation(tmp_path: Path) -> None:
-    """What the validation has saved is not saved again when training stops at that step."""
-    saving = ModelCheckpoint(tmp_path, save_top_k=-1)
-    assert fit(tmp_path, saving, 1, val_check_interval=2, max_steps=2) == ["epoch=0-step=2.ckpt"]
 
 
 def test_validations_that_never_come(tmp_path: Path) -> None:
