@@ -158,14 +158,10 @@ def test_repeated_samples_are_said() -> None:
     assert run_ranks(2, lambda rank: warned(rank, each_sample_once=True)) == [[], []]
 
 
-def test_no_rank_may_be_without_samples() -> None:
-    """It could not take part in what the others average."""
+def test_loaders_of_ranks() -> None:
+    """With `use_distributed_sampler=False` every rank reads all samples; no rank may be without any."""
     with pytest.raises(ConfigurationError, match="leaves no sample for global_rank 1"):
         run_ranks(2, lambda rank: on_rank(rank).setup_dataloaders(DataLoader(data(1)), each_sample_once=True))
-
-
-def test_a_loader_is_used_as_it_is() -> None:
-    """With `use_distributed_sampler=False` every rank reads all samples."""
 
     def length(rank: int) -> int:
         loader = on_rank(rank).setup_dataloaders(DataLoader(data(5)), use_distributed_sampler=False)

@@ -43,19 +43,13 @@ def step(
 
 @NAMES
 def test_formats(name: str) -> None:
-    """Weights are 16-bit; batch normalisation and the optimizer's parameters are 32-bit."""
+    """Weights are 16-bit; batch normalisation and the optimizer's parameters are 32-bit, and rounded."""
     precision, module, optimizer = ready(name)
     assert {parameter.dtype for parameter in module[0].parameters()} == {precision.dtype}
     assert {parameter.dtype for parameter in module[1].parameters()} == {torch.float32}
     assert module[1].running_mean.dtype is torch.float32
     assert {parameter.dtype for parameter in precision.main_parameters(optimizer)} == {torch.float32}
     assert len(precision.main_parameters(optimizer)) == 6
-
-
-@NAMES
-def test_weights_are_rounded_master_weights(name: str) -> None:
-    """After a step the module computes with the rounded copies, and its gradients are gone."""
-    precision, module, optimizer = ready(name)
     before = module[0].weight.float()
     step(precision, module, optimizer)
     master = precision.main_parameters(optimizer)[0]
@@ -137,7 +131,7 @@ def test_configured_again() -> None:
 
 
 def test_optimizer_state_moves_to_the_copies() -> None:
-    """The state of an optimizer that has already stepped is kept, in 32 bits."""
+    """The state of an optimizer that has stepped is kept, in 32 bits; a parameter of two has one copy."""
     layer = nn.Linear(1, 1, bias=False).bfloat16()
     optimizer = torch.optim.Adam(layer.parameters())
     layer.weight.sum().backward()
@@ -147,11 +141,6 @@ def test_optimizer_state_moves_to_the_copies() -> None:
     [(parameter, state)] = optimizer.state.items()
     assert parameter is precision.main_parameters(optimizer)[0]
     assert state["exp_avg"].dtype is torch.float32
-
-
-def test_tied_weights_have_one_copy() -> None:
-    """Two optimizers that share a parameter share its copy."""
-    layer = nn.Linear(1, 1, bias=False).bfloat16()
     optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(layer.parameters(), lr=1.0) for _ in range(2)]
     precision = MasterWeightsPrecision("bf16-master")
     precision.configure(layer, optimizers)
