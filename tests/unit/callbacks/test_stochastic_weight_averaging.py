@@ -66,57 +66,47 @@ class Normalised(Scheduled):
         self.norm = nn.BatchNorm1d(2)
 
 
-class Two(Scheduled):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.parameters(), 0.1), torch.optim.SGD(self.parameters(), 0.1)]
-
-
 class Manual(Scheduled):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
 
 
+class Two(Manual):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), 0.1), torch.optim.SGD(self.parameters(), 0.1)]
+
+
+def averaged(folder: Path, module: Noted, *arguments: Any, max_epochs: int = 2) -> None:
+    """Fit with the callback."""
+    callback = StochasticWeightAveraging(*arguments)
+    trainer(folder, callbacks=callback, max_epochs=max_epochs).fit(module, loader())
+
+
 def test_batch_normalisation(tmp_path: Path) -> None:
     """It is told how to get exact statistics."""
     with pytest.warns(UserWarning, match="update_bn"):
-        trainer(tmp_path, callbacks=StochasticWeightAveraging(0.1, 1), max_epochs=2).fit(
-            Normalised(), loader()
-        )
+        averaged(tmp_path, Normalised(), 0.1, 1)
 
 
 def test_refused(tmp_path: Path) -> None:
     """Endless training, several optimizers and the wrong number of rates cannot work."""
     with pytest.raises(ConfigurationError, match="needs a number of epochs"):
-        trainer(tmp_path, callbacks=StochasticWeightAveraging(0.1), max_epochs=-1).fit(Scheduled(), loader())
+        averaged(tmp_path, Scheduled(), 0.1, max_epochs=-1)
     with pytest.raises(ConfigurationError, match="needs one optimizer"):
-        trainer(tmp_path, callbacks=StochasticWeightAveraging(0.1)).fit(Two(), loader())
+        averaged(tmp_path, Two(), 0.1, max_epochs=1)
     with pytest.raises(ConfigurationError, match="a scheduler that the module steps itself"):
-        trainer(tmp_path, callbacks=StochasticWeightAveraging(0.1)).fit(Manual(), loader())
+        averaged(tmp_path, Manual(), 0.1, max_epochs=1)
     with pytest.raises(InvalidArgumentError, match="one for each of 1 parameter groups"):
-        trainer(tmp_path, callbacks=StochasticWeightAveraging([0.1, 0.2], 1), max_epochs=2).fit(
-            Scheduled(), loader()
-        )
+        averaged(tmp_path, Scheduled(), [0.1, 0.2], 1)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"swa_lrs": 0},
-        {"swa_lrs": []},
-        {"swa_epoch_start": 0},
-        {"swa_epoch_start": 1.5},
-        {"annealing_epochs": -1},
-        {"annealing_strategy": "steps"},
-    ],
-)
-def test_wrong_values(options: dict[str, Any]) -> None:
+def test_wrong_values() -> None:
     """Values that cannot work are refused in the constructor."""
-    with pytest.raises(InvalidArgumentError):
-        StochasticWeightAveraging(**{"swa_lrs": 0.1, **options})
+    wrong: list[dict[str, Any]] = [{"swa_lrs": 0}, {"swa_lrs": []}, {"swa_epoch_start": 0}]
+    wrong += [{"swa_epoch_start": 1.5}, {"annealing_epochs": -1}, {"annealing_strategy": "steps"}]
+    for options in wrong:
+        with pytest.raises(InvalidArgumentError):
+            StochasticWeightAveraging(**{"swa_lrs": 0.1, **options})
     with pytest.raises(InvalidTypeError):
         StochasticWeightAveraging(0.1, avg_fn="mean")  # type: ignore[arg-type]  # the mistake
