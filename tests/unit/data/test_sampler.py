@@ -24,6 +24,16 @@ def shards(sampler: Any, world_size: int, uneven: Uneven, **options: Any) -> lis
     ]
 
 
+class Unsized:
+    """A sampler without length, which may be endless."""
+
+    def __init__(self, items: Any) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.items())
+
+
 @pytest.mark.parametrize(
     ("uneven", "expected"),
     [
@@ -33,40 +43,28 @@ def shards(sampler: Any, world_size: int, uneven: Uneven, **options: Any) -> lis
     ],
 )
 def test_uneven_streams(uneven: Uneven, expected: list[list[int]]) -> None:
-    """Seven items over three ranks are kept, dropped or repeated from the beginning."""
-    assert shards(SequentialSampler(range(7)), 3, uneven) == expected
-
-
-@pytest.mark.parametrize("uneven", ["keep", "drop", "pad"])
-def test_length(uneven: Uneven) -> None:
-    """The length is the number of items."""
+    """Seven items over three ranks are kept, dropped or repeated; a length, if there is one, is right."""
+    for base in (SequentialSampler(range(7)), Unsized(lambda: range(7))):
+        assert shards(base, 3, uneven) == expected
     for length, rank in itertools.product([0, 1, 2, 3, 4, 7, 8], range(4)):
         sampler = ShardedSampler(SequentialSampler(range(length)), 4, rank, uneven=uneven)
         assert len(sampler) == len(list(sampler))
-
-
-def test_padding_repeats_items_more_than_once() -> None:
-    """One item over four ranks is the same item four times."""
-    assert shards([5], 4, "pad") == [[5]] * 4
-
-
-def test_ranks_share_one_shuffled_order() -> None:
-    """Ranks whose random states differ still split one permutation among them."""
-    parts = []
-    for rank in range(3):
-        torch.manual_seed(rank)
-        parts += list(ShardedSampler(RandomSampler(range(12)), 3, rank, seed=1))
-    assert sorted(parts) == list(range(12))
+    assert shards([5], 4, "pad") == [[5]] * 4  # an item may be repeated more than once
 
 
 def test_order_depends_on_epoch_and_seed() -> None:
-    """Another epoch or another seed is another order; the same ones are the same."""
+    """Another epoch or seed is another order, which is one for all ranks, whatever their random states."""
     sampler = ShardedSampler(RandomSampler(range(50)), 1, 0, seed=1)
     first = list(sampler)
     assert list(sampler) == first
     sampler.set_epoch(1)
     assert list(sampler) != first
     assert list(ShardedSampler(RandomSampler(range(50)), 1, 0, seed=2)) == list(sampler)  # seed + epoch
+    parts = []
+    for rank in range(3):
+        torch.manual_seed(rank)
+        parts += list(ShardedSampler(RandomSampler(range(12)), 3, rank, seed=1))
+    assert sorted(parts) == list(range(12))
 
 
 @pytest.mark.parametrize("is_nested", [False, True])
@@ -223,29 +221,6 @@ def test_epoch_is_passed_on() -> None:
     sampler = ShardedSampler(WithEpochs(), 2, 0)
     sampler.set_epoch(7)
     assert list(sampler) == [7]
-
-
-class Unsized:
-    """A sampler without length, which may be endless."""
-
-    def __init__(self, items: Any) -> None:
-        self.items = items
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.items())
-
-
-@pytest.mark.parametrize(
-    ("uneven", "expected"),
-    [
-        ("keep", [[0, 3, 6], [1, 4], [2, 5]]),
-        ("drop", [[0, 3], [1, 4], [2, 5]]),
-        ("pad", [[0, 3, 6], [1, 4, 0], [2, 5, 1]]),
-    ],
-)
-def test_streams_without_length(uneven: Uneven, expected: list[list[int]]) -> None:
-    """Seven items of a sampler without length are split like those of one with a length."""
-    assert shards(Unsized(lambda: range(7)), 3, uneven) == expected
 
 
 def test_endless_stream() -> None:
