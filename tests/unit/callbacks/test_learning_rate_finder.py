@@ -73,9 +73,7 @@ def test_the_rates_of_a_search(tmp_path: Path) -> None:
     finder = LearningRateFinder(1e-4, 1e-2, 10, early_stop_threshold=None, update_attr=False)
     trainer(tmp_path, callbacks=finder, max_steps=2).fit(Rising(), loader())
     curve = curve_of(finder)
-    assert curve.results["lr"] == pytest.approx(
-        [1e-4 * 100 ** (number / 10) for number in (0, 2, 3, 4, 5, 6, 7, 8, 9, 10)]
-    )
+    assert curve.results["lr"] == pytest.approx([1e-4 * 100 ** (part / 10) for part in (0, *range(2, 11))])
     assert len(curve.results["loss"]) == 10
     finder = LearningRateFinder(0.1, 1.1, 10, "linear", early_stop_threshold=None, update_attr=False)
     trainer(tmp_path, callbacks=finder).fit(Rising(), loader(), [])
@@ -105,23 +103,17 @@ def test_a_search_leaves_no_traces(tmp_path: Path) -> None:
         logger, saving = Noting(), ModelCheckpoint(tmp_path / str(finder is None), save_top_k=-1)
         module = Rising()
         module.logs, module.lr = True, 0.1 if finder is None else 9.0
-        train = trainer(
-            tmp_path,
-            callbacks=[saving] if finder is None else [finder, saving],
-            logger=logger,
-            log_every_n_steps=1,
-            enable_checkpointing=True,
-            max_epochs=2,
-        )
+        options = {"log_every_n_steps": 1, "enable_checkpointing": True, "max_epochs": 2}
+        callbacks: list[Any] = [saving] if finder is None else [finder, saving]
+        train = trainer(tmp_path, callbacks=callbacks, logger=logger, **options)
         if finder is not None:
             finder.lr_find(train, module, loader(shuffle=True))
             assert module.lr == curve_of(finder).suggestion() != 9.0
             module.lr, train.callbacks = 0.1, [saving]
         train.fit(module, loader(shuffle=True), loader())
         files = sorted(path.name for path in Path(saving.dirpath or "").iterdir())
-        results.append(
-            (module.layer.weight.tolist(), module.rates, files, logger.noted, torch.rand(1).item())
-        )
+        weights, number = module.layer.weight.tolist(), torch.rand(1).item()
+        results.append((weights, module.rates, files, logger.noted, number))
     assert results[0] == results[1]
 
 
@@ -167,26 +159,28 @@ def test_a_search_without_a_fit(tmp_path: Path) -> None:
     assert (module.lr, len(finder.optimal_lr.results["lr"] if finder.optimal_lr else [])) == (0.1, 20)
 
 
-def test_a_trial_run(tmp_path: Path) -> None:
-    """`fast_dev_run` does not search, and says so."""
-    finder = LearningRateFinder()
-    with pytest.warns(UserWarning, match="does not search in a trial run"):
-        trainer(tmp_path, callbacks=finder, fast_dev_run=True).fit(Rising(), loader())
-    assert finder.optimal_lr is None
-
-
 def test_no_suggestion(tmp_path: Path) -> None:
-    """After too few steps the module keeps its learning rate, and a warning says so."""
-    module = Rising()
+    """After too few steps the module keeps its learning rate; a trial run does not search; both are said."""
+    module, finder = Rising(), LearningRateFinder()
     with pytest.warns(UserWarning, match="suggests no learning rate after 5 steps"):
         trainer(tmp_path, callbacks=LearningRateFinder(num_training_steps=5)).fit(module, loader())
     assert module.lr == 0.1
+    with pytest.warns(UserWarning, match="does not search in a trial run"):
+        trainer(tmp_path, callbacks=finder, fast_dev_run=True).fit(Rising(), loader())
+    assert finder.optimal_lr is None
 
 
 class Manual(Line):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
+
+
+class Searching(Line):
+    """A search is a fit of its own."""
+
+    def on_train_epoch_start(self) -> None:
+        LearningRateFinder().lr_find(self.trainer, self)
 
 
 class WithLock(Line):
@@ -204,19 +198,10 @@ class WithLock(Line):
     ],
 )
 def test_refused(tmp_path: Path, module: Line, finder: LearningRateFinder, problem: str) -> None:
-    """What cannot be searched is an error before anything is trained."""
+    """What cannot be searched is an error before anything is trained; a hook cannot search."""
     with pytest.raises(ConfigurationError, match=problem):
         trainer(tmp_path, callbacks=finder).fit(module, loader())
     assert module.seen == []
-
-
-def test_within_a_fit(tmp_path: Path) -> None:
-    """A hook cannot search: a search is a fit of its own."""
-
-    class Searching(Line):
-        def on_train_epoch_start(self) -> None:
-            LearningRateFinder().lr_find(self.trainer, self)
-
     with pytest.raises(ConfigurationError, match="called within a fit"):
         trainer(tmp_path).fit(Searching(), loader())
 

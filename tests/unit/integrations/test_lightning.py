@@ -82,32 +82,24 @@ def test_what_is_no_ddp_strategy_is_refused(strategy: Callable[..., Any], given:
         strategy(given)
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("precision", Precision()),
-        ("checkpoint_io", TorchCheckpointIO()),
-        ("sync_batchnorm", True),
-        ("sync_mode", "forced_sync"),
-        ("gradient_weighting", "samples"),
-    ],
-)
-def test_options_without_effect_are_refused(strategy: Callable[..., Any], option: str, value: Any) -> None:
-    """What only rankwise's own loops can do is named."""
-    with pytest.raises(ConfigurationError, match=f"^{option} cannot have an effect"):
-        strategy(DDPStrategy(**{option: value}))
-
-
-def test_arguments_beside_an_instance_are_refused(strategy: Callable[..., Any]) -> None:
-    """An instance has its arguments already."""
+def test_options_without_effect_are_refused(strategy: Callable[..., Any]) -> None:
+    """What only rankwise's own loops can do is named; an instance has its arguments already."""
+    options: dict[str, Any] = {"precision": Precision(), "checkpoint_io": TorchCheckpointIO()}
+    options |= {"sync_batchnorm": True, "sync_mode": "forced_sync", "gradient_weighting": "samples"}
+    for option, value in options.items():
+        with pytest.raises(ConfigurationError, match=f"^{option} cannot have an effect"):
+            strategy(DDPStrategy(**{option: value}))
     with pytest.raises(ConfigurationError, match="timeout cannot be added"):
         strategy(DDPStrategy(), timeout=3)
 
 
-def test_contradicting_devices_are_refused(pl: Any, strategy: Callable[..., Any]) -> None:
-    """The strategy's devices and the Trainer's must agree."""
+def test_each_trainer_has_its_ranks(pl: Any, strategy: Callable[..., Any]) -> None:
+    """Also where two share a strategy; the strategy's devices and the Trainer's must agree."""
     with pytest.raises(ConfigurationError, match="devices"):
         trainer(pl, strategy("ddp", devices=2), devices=3)
+    own = DDPStrategy(start_method="fork")
+    first, second = (trainer(pl, strategy(own), devices=devices) for devices in (2, 3))
+    assert (first.world_size, second.world_size) == (2, 3)
 
 
 def test_without_a_launch_there_is_no_process_group(pl: Any) -> None:
@@ -156,13 +148,6 @@ def test_lightnings_default_given_within_a_launcher(
     srun = trainer(pl, "rankwise_ddp", devices=2, plugins=[environments.SLURMEnvironment()])
     assert srun.strategy.rankwise.environment.name == "slurm"
     assert (srun.global_rank, srun.world_size) == (1, 2)
-
-
-def test_a_strategy_that_another_trainer_uses(pl: Any, strategy: Callable[..., Any]) -> None:
-    """Each has ranks of its own."""
-    own = DDPStrategy(start_method="fork")
-    first, second = (trainer(pl, strategy(own), devices=devices) for devices in (2, 3))
-    assert (first.world_size, second.world_size) == (2, 3)
 
 
 def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

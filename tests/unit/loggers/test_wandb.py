@@ -146,21 +146,15 @@ def test_other_ranks(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"version": "a", "id": "b"}, "names two runs"),
-        ({"log_model": "all"}, "would upload no checkpoint"),
-        ({"offline": True, "mode": "online"}, "contradicts itself"),
-    ],
-)
-def test_refused(options: dict[str, Any], problem: str) -> None:
-    """What contradicts, or would have no effect, is an error."""
-    with pytest.raises(ConfigurationError, match=problem):
-        WandbLogger(**options)
-
-
-def test_captions_of_other_number(tmp_path: Path) -> None:
-    """There must be a caption for each image."""
+def test_refused(tmp_path: Path) -> None:
+    """What contradicts, or would have no effect, is an error; there must be a caption for each image."""
+    problems: dict[str, dict[str, Any]] = {
+        "names two runs": {"version": "a", "id": "b"},
+        "would upload no checkpoint": {"log_model": "all"},
+        "contradicts itself": {"offline": True, "mode": "online"},
+    }
+    for problem, options in problems.items():
+        with pytest.raises(ConfigurationError, match=problem):
+            WandbLogger(**options)
     with pytest.raises(ConfigurationError, match="not one value for each of 2 items"):
         offline(tmp_path).log_image("digits", [torch.rand(4, 4), torch.rand(4, 4)], caption=["a"])

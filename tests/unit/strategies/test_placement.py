@@ -32,16 +32,12 @@ def bound(monkeypatch: pytest.MonkeyPatch, local_rank: int, visible: str, **argu
 @pytest.mark.parametrize("visible", ["3", UUID], ids=["number", "uuid"])
 @pytest.mark.parametrize("local_rank", range(4))
 def test_one_visible_device_per_task(monkeypatch: pytest.MonkeyPatch, local_rank: int, visible: str) -> None:
-    """With `srun --gpus-per-task=1` each task sees its own device alone, as number 0, whatever its rank."""
-    strategy = bound(monkeypatch, local_rank, visible)
-    assert strategy.root_device == torch.device("cuda", 0)
-    assert strategy.determine_ddp_device_ids() == [0]
-    assert (strategy.world_size, strategy.local_rank) == (4, local_rank)
-
-
-def test_one_visible_device_per_task_and_a_number_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`devices=4`, the number of tasks on the node, is right there too."""
-    assert bound(monkeypatch, 2, UUID, devices=4).root_device == torch.device("cuda", 0)
+    """With `srun --gpus-per-task=1` each sees its own alone, as number 0; `devices=4` is right there too."""
+    for arguments in ({}, {"devices": 4}):
+        strategy = bound(monkeypatch, local_rank, visible, **arguments)
+        assert strategy.root_device == torch.device("cuda", 0)
+        assert strategy.determine_ddp_device_ids() == [0]
+        assert (strategy.world_size, strategy.local_rank) == (4, local_rank)
 
 
 @pytest.mark.parametrize("local_rank", range(4))
