@@ -153,10 +153,27 @@ class Data(DataModule):
 
 
 def test_a_search_without_a_fit(tmp_path: Path) -> None:
-    """`lr_find` searches by itself; with a data module, and without an attribute to set."""
+    """`lr_find` searches by itself, with a data module, without an attribute to set, and copies no data."""
     module, finder = Rising(), LearningRateFinder(num_training_steps=20, update_attr=False)
     finder.lr_find(trainer(tmp_path), module, datamodule=Data())
     assert (module.lr, len(finder.optimal_lr.results["lr"] if finder.optimal_lr else [])) == (0.1, 20)
+
+    class Large(Dataset[Any]):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise MemoryError
+
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> Any:
+            return samples()[index]
+
+    module = Rising()
+    module.data = Large()
+    module.net = nn.Identity()
+    finder = LearningRateFinder(num_training_steps=20)
+    trainer(tmp_path, callbacks=finder).fit(module, loader())
+    assert len(curve_of(finder).results["lr"]) == 20
 
 
 def test_no_suggestion(tmp_path: Path) -> None:
@@ -244,24 +261,3 @@ def test_plot(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(MissingExtraError, match=r"rankwise\[plot\]"):
         curve.plot()
-
-
-def test_data_is_not_copied(tmp_path: Path) -> None:
-    """A copy of the module has the same data sets, which may be large."""
-
-    class Large(Dataset[Any]):
-        def __deepcopy__(self, memo: Any) -> Any:
-            raise MemoryError
-
-        def __len__(self) -> int:
-            return 8
-
-        def __getitem__(self, index: int) -> Any:
-            return samples()[index]
-
-    module = Rising()
-    module.data = Large()
-    module.net = nn.Identity()
-    finder = LearningRateFinder(num_training_steps=20)
-    trainer(tmp_path, callbacks=finder).fit(module, loader())
-    assert len(curve_of(finder).results["lr"]) == 20

@@ -11,7 +11,7 @@ import pytest
 from typing_extensions import override
 
 from rankwise.callbacks import ModelCheckpoint
-from rankwise.checkpoint import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
+from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
 from rankwise.errors import CheckpointError, ConfigurationError, InvalidArgumentError, InvalidTypeError
 from tests.unit.trainer.helpers import Line, loader, trainer
 
@@ -25,6 +25,10 @@ class Scripted(Line):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("score", self.scores[self.current_epoch])
+
+
+def load(path: Path | str) -> dict[str, Any]:
+    return TorchCheckpointIO().load_checkpoint(path)
 
 
 def fit(
@@ -130,23 +134,17 @@ def test_best_two_are_kept(tmp_path: Path) -> None:
     assert saving.kth_best_model_path == str(tmp_path / "epoch=3.ckpt")
 
 
-class FailsSecond(CheckpointIO):
+class FailsSecond(TorchCheckpointIO):  # type: ignore[misc]  # one that differs from the real one in this alone
     """Writes the first and the third checkpoint, but not the second."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    count = 0
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any) -> None:
         self.count += 1
         if self.count == 2:
             raise CheckpointError(path=os.fspath(path), problem="could not be written: no space")
-        TorchCheckpointIO().save_checkpoint(checkpoint, path)
-
-    def load_checkpoint(self, path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
-        return TorchCheckpointIO().load_checkpoint(path, map_location)
-
-    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        TorchCheckpointIO().remove_checkpoint(path)
+        super().save_checkpoint(checkpoint, path)
 
 
 @pytest.mark.parametrize("writes", ["at once", "in a thread"])
@@ -158,12 +156,21 @@ def test_a_failed_save_leaves_the_file_before_it(tmp_path: Path, writes: str) ->
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["epoch=0-step=4.ckpt"]
 
 
-def test_other_runs_files_are_left(tmp_path: Path) -> None:
-    """A file of another run is not overwritten: the new one gets a version."""
-    (tmp_path / "model.ckpt").write_text("precious")
-    saving = ModelCheckpoint(tmp_path, "model")
-    assert fit(tmp_path, saving, 1, 1) == ["model-v1.ckpt", "model.ckpt"]
-    assert (tmp_path / "model.ckpt").read_text() == "precious"
+def test_another_runs_files_are_left(tmp_path: Path) -> None:
+    """A new file gets a version; a second run has a last checkpoint of its own, and replaces only that."""
+    folder = tmp_path / "other"
+    folder.mkdir()
+    (folder / "model.ckpt").write_text("precious")
+    saving = ModelCheckpoint(folder, "model")
+    assert fit(folder, saving, 1, 1) == ["model-v1.ckpt", "model.ckpt"]
+    assert (folder / "model.ckpt").read_text() == "precious"
+    for number, max_epochs in enumerate([1, 2]):
+        saving = ModelCheckpoint(tmp_path, save_top_k=0, save_last=True)
+        fit(tmp_path, saving, *[1] * max_epochs)
+        name = "last-v1.ckpt" if number else "last.ckpt"
+        assert saving.last_model_path == str(tmp_path / name)
+    epochs = {path.name: load(path)["epoch"] for path in tmp_path.glob("*.ckpt")}
+    assert epochs == {"last.ckpt": 0, "last-v1.ckpt": 1}
 
 
 class SlowIO(TorchCheckpointIO):  # type: ignore[misc]  # one that differs from the real one in this alone
@@ -176,20 +183,16 @@ class SlowIO(TorchCheckpointIO):  # type: ignore[misc]  # one that differs from 
 
 
 def test_files_that_a_thread_has_yet_to_write_are_left(tmp_path: Path) -> None:
-    """A worse checkpoint does not take the name of a better one that is still waiting to be written."""
+    """A worse checkpoint, or another callback's, does not take the name of one that waits to be written."""
     saving = ModelCheckpoint(tmp_path, "best", monitor="score", mode="max", save_top_k=2)
     plugin = AsyncCheckpointIO(SlowIO())
     assert fit(tmp_path, saving, 9, 1, plugins=plugin) == ["best-v1.ckpt", "best.ckpt"]
-    assert TorchCheckpointIO().load_checkpoint(saving.best_model_path)["epoch"] == 0
-
-
-def test_files_of_another_callback_are_left(tmp_path: Path) -> None:
-    """Two callbacks that save under one name in one folder at once get a file each."""
+    assert load(saving.best_model_path)["epoch"] == 0
     savings = [ModelCheckpoint(tmp_path, "best", monitor="score", mode=mode) for mode in ("max", "min")]
-    plugin = AsyncCheckpointIO(SlowIO())
-    train = trainer(tmp_path, callbacks=savings, enable_checkpointing=True, max_epochs=2, plugins=plugin)
+    options = {"enable_checkpointing": True, "max_epochs": 2, "plugins": AsyncCheckpointIO(SlowIO())}
+    train = trainer(tmp_path, callbacks=savings, **options)
     train.fit(Scripted(9, 1), loader(), loader())
-    best = [TorchCheckpointIO().load_checkpoint(saving.best_model_path)["epoch"] for saving in savings]
+    best = [load(saving.best_model_path)["epoch"] for saving in savings]
     assert best == [0, 1]
 
 
@@ -199,17 +202,6 @@ def test_last_is_no_name_for_the_best(filename: str) -> None:
     with pytest.raises(InvalidArgumentError, match=r"filename='last.*save_last=True uses this one"):
         ModelCheckpoint(filename=filename, save_last=True)
     ModelCheckpoint(filename=filename)
-
-
-def test_the_last_checkpoint_of_another_run_is_left(tmp_path: Path) -> None:
-    """A second run in the same folder has a last checkpoint of its own, and replaces only that one."""
-    for number, max_epochs in enumerate([1, 2]):
-        saving = ModelCheckpoint(tmp_path, save_top_k=0, save_last=True)
-        fit(tmp_path, saving, *[1] * max_epochs)
-        name = "last-v1.ckpt" if number else "last.ckpt"
-        assert saving.last_model_path == str(tmp_path / name)
-    epochs = {path.name: TorchCheckpointIO().load_checkpoint(path)["epoch"] for path in tmp_path.iterdir()}
-    assert epochs == {"last.ckpt": 0, "last-v1.ckpt": 1}
 
 
 def test_another_module_is_another_run(tmp_path: Path) -> None:
@@ -240,7 +232,7 @@ def test_a_run_that_continues_replaces_its_last(tmp_path: Path) -> None:
         path = tmp_path / f"epoch={epochs - 2}.ckpt" if ckpt_path == "best" else ckpt_path
         train.fit(Line(), loader(), ckpt_path=path)
         assert sorted(path.name for path in tmp_path.iterdir()) == [f"epoch={epochs - 1}.ckpt", "last.ckpt"]
-        assert TorchCheckpointIO().load_checkpoint(tmp_path / "last.ckpt")["epoch"] == epochs - 1
+        assert load(tmp_path / "last.ckpt")["epoch"] == epochs - 1
 
 
 def test_two_callbacks_with_a_last_each(tmp_path: Path) -> None:
@@ -255,17 +247,24 @@ def test_two_callbacks_with_a_last_each(tmp_path: Path) -> None:
         assert len({saving.last_model_path for saving in savings}) == len(list(tmp_path.iterdir())) == 2
 
 
-def test_default_folder(tmp_path: Path) -> None:
+def test_default_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Checkpoints lie in the logger's folder, and each file is logged if asked for."""
-    saving = ModelCheckpoint()
-    fit(tmp_path, saving, 1, logger=True)
+    saving = ModelCheckpoint(verbose=True)
+    with caplog.at_level("INFO", "rankwise"):
+        fit(tmp_path, saving, 1, logger=True)
     assert saving.dirpath == str(tmp_path / "rankwise_logs" / "version_0" / "checkpoints")
+    text = f"ModelCheckpoint: epoch 0, step 4: saved {saving.dirpath}/epoch=0-step=4.ckpt"
+    assert text in caplog.messages
 
 
 def test_missing_metric(tmp_path: Path) -> None:
-    """A metric that nobody logs is an error that says what was logged."""
+    """It is an error that says what was logged; so are validations that are waited for and never come."""
     with pytest.raises(ConfigurationError, match=r"monitor='accuracy'.*\n.*'loss', 'score'"):
         fit(tmp_path, ModelCheckpoint(tmp_path, monitor="accuracy"), 1)
+    saving = ModelCheckpoint(tmp_path, save_on_train_epoch_end=False)
+    train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True)
+    with pytest.raises(ConfigurationError, match="would never act: it waits for validations"):
+        train.fit(Line(), loader())
 
 
 def test_state_round_trip(tmp_path: Path) -> None:
@@ -304,7 +303,7 @@ def test_wrong_values(error: type[Exception], refused: list[dict[str, Any]]) -> 
 
 
 def test_a_linked_last(tmp_path: Path) -> None:
-    """With save_last="link" the last checkpoint takes no space, and stays when the other is removed."""
+    """It takes no space, and stays when the other is removed; a thread makes it after the file."""
     saving = ModelCheckpoint(tmp_path, "{epoch}", monitor="score", save_last="link")
     assert fit(tmp_path, saving, 2, 1) == ["epoch=1.ckpt", "last.ckpt"]
     last = Path(saving.last_model_path)
@@ -312,8 +311,11 @@ def test_a_linked_last(tmp_path: Path) -> None:
     last.unlink()
     saving = ModelCheckpoint(tmp_path / "worse", "{epoch}", monitor="score", save_last="link")
     assert fit(tmp_path, saving, 1, 2) == ["epoch=0.ckpt", "last.ckpt"]
-    assert TorchCheckpointIO().load_checkpoint(saving.last_model_path)["epoch"] == 1
-    assert TorchCheckpointIO().load_checkpoint(saving.best_model_path)["epoch"] == 0
+    assert load(saving.last_model_path)["epoch"] == 1
+    assert load(saving.best_model_path)["epoch"] == 0
+    saving = ModelCheckpoint(tmp_path / "thread", "{epoch}", save_last="link")
+    assert fit(tmp_path, saving, 1, 1, plugins=AsyncCheckpointIO()) == ["epoch=1.ckpt", "last.ckpt"]
+    assert Path(saving.last_model_path).samefile(saving.best_model_path)
 
 
 def test_a_symbolic_link_as_last(tmp_path: Path) -> None:
@@ -330,23 +332,12 @@ def test_a_symbolic_link_as_last(tmp_path: Path) -> None:
     assert best.read_bytes() == before
 
 
-def test_a_linked_last_in_a_thread(tmp_path: Path) -> None:
-    """The thread that writes makes the link, after the file."""
-    saving = ModelCheckpoint(tmp_path, "{epoch}", save_last="link")
-    assert fit(tmp_path, saving, 1, 1, plugins=AsyncCheckpointIO()) == ["epoch=1.ckpt", "last.ckpt"]
-    assert Path(saving.last_model_path).samefile(saving.best_model_path)
-
-
 def test_no_versions(tmp_path: Path) -> None:
-    """With enable_version_counter=False another run's file of the same name is replaced."""
+    """A file of that name is replaced; a symbolic link, and not the file that it names."""
     for epochs in (2, 1):
         saving = ModelCheckpoint(tmp_path, "mine", enable_version_counter=False, save_last=True)
         assert fit(tmp_path, saving, *[1] * epochs) == ["last.ckpt", "mine.ckpt"]
-    assert TorchCheckpointIO().load_checkpoint(tmp_path / "mine.ckpt")["epoch"] == 0
-
-
-def test_no_versions_beside_a_link(tmp_path: Path) -> None:
-    """A symbolic link of that name is replaced, and not the file that it names."""
+    assert load(tmp_path / "mine.ckpt")["epoch"] == 0
     precious = tmp_path / "precious.ckpt"
     precious.write_text("precious")
     folder = tmp_path / "own"
@@ -360,28 +351,24 @@ def test_no_versions_beside_a_link(tmp_path: Path) -> None:
 
 
 def test_weights_only(tmp_path: Path) -> None:
-    """A file of weights serves evaluation; a fit cannot continue from it, nor needs the callback a state."""
+    """A file of weights serves evaluation; a fit cannot continue from it. The callback needs no state."""
     saving = ModelCheckpoint(tmp_path, "{epoch}", save_weights_only=True)
     assert fit(tmp_path, saving, 1, 1) == ["epoch=1.ckpt"]
     path = saving.best_model_path
-    assert "optimizer_states" not in TorchCheckpointIO().load_checkpoint(path)
+    assert "optimizer_states" not in load(path)
     trainer(tmp_path).validate(Scripted(1, 1), loader(), ckpt_path=path)
     with pytest.raises(CheckpointError, match="without which training cannot continue"):
         trainer(tmp_path).fit(Scripted(1, 1), loader(), ckpt_path=path)
-
-
-def test_weights_only_without_a_state(tmp_path: Path) -> None:
-    """A callback that saves no state of its own saves files of weights."""
 
     class Stateless(ModelCheckpoint):
         def state_dict(self) -> dict[str, Any]:
             return {}
 
-    saving = Stateless(tmp_path, "{epoch}", save_weights_only=True)
-    assert fit(tmp_path, saving, 1) == ["epoch=0.ckpt"]
-    saved = TorchCheckpointIO().load_checkpoint(saving.best_model_path)
+    stateless = Stateless(tmp_path / "other", "{epoch}", save_weights_only=True)
+    assert fit(tmp_path, stateless, 1) == ["epoch=0.ckpt"]
+    saved = load(stateless.best_model_path)
     assert "callbacks" not in saved
-    assert saved["run_tokens"] == [saving.run_token]
+    assert saved["run_tokens"] == [stateless.run_token]
 
 
 class Counting(Line):
@@ -412,14 +399,6 @@ def test_steps_wait_for_their_validation(tmp_path: Path, interval: int, names: l
     train.fit(Counting(), loader(), loader())
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == names
     assert Path(saving.best_model_path).name == names[-1]
-
-
-def test_validations_that_never_come(tmp_path: Path) -> None:
-    """Without any, `save_on_train_epoch_end=False` would save nothing."""
-    saving = ModelCheckpoint(tmp_path, save_on_train_epoch_end=False)
-    train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True)
-    with pytest.raises(ConfigurationError, match="would never act: it waits for validations"):
-        train.fit(Line(), loader())
 
 
 class Slow(Scripted):
@@ -485,10 +464,3 @@ def test_save_on_exception(tmp_path: Path) -> None:
         trainer(tmp_path, max_epochs=2).fit(model, loader(), loader(), ckpt_path=path)
     assert len(models[1].seen) < len(models[0].seen)
     assert models[0].layer.weight.tolist() == models[1].layer.weight.tolist()
-
-
-def test_verbose(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each file is logged."""
-    with caplog.at_level("INFO", "rankwise"):
-        fit(tmp_path, ModelCheckpoint(tmp_path, verbose=True), 1)
-    assert f"ModelCheckpoint: epoch 0, step 4: saved {tmp_path}/epoch=0-step=4.ckpt" in caplog.messages

@@ -198,16 +198,12 @@ def test_job_ends_when_all_is_written(tmp_path: Path) -> None:
         strategy.launch(save_and, tmp_path / "x.ckpt" / "below")
 
 
-def test_pickling(tmp_path: Path) -> None:
-    """It is pickled without its thread."""
-    copied = pickle.loads(pickle.dumps(AsyncCheckpointIO(max_pending=3)))
-    copied.save_checkpoint({"step": 1}, tmp_path / "x.ckpt")
-    assert (copied.max_pending, copied.load_checkpoint(tmp_path / "x.ckpt")) == (3, {"step": 1})
-
-
-def test_arguments() -> None:
-    """Invalid arguments are errors."""
+def test_arguments(tmp_path: Path) -> None:
+    """Invalid ones are errors; it is pickled without its thread."""
     with pytest.raises(InvalidTypeError, match="wrapped"):
         AsyncCheckpointIO(TorchCheckpointIO)  # type: ignore[arg-type]  # a class
     with pytest.raises(InvalidArgumentError, match="max_pending"):
         AsyncCheckpointIO(max_pending=0)
+    copied = pickle.loads(pickle.dumps(AsyncCheckpointIO(max_pending=3)))
+    copied.save_checkpoint({"step": 1}, tmp_path / "x.ckpt")
+    assert (copied.max_pending, copied.load_checkpoint(tmp_path / "x.ckpt")) == (3, {"step": 1})

@@ -138,7 +138,7 @@ class Halved(DataLoader[Any]):
 
 
 def test_a_loader_that_changes_its_batches() -> None:
-    """The sizes of its batches do not follow from the indices."""
+    """Sizes then do not follow from the indices; `__getitems__` may return fewer, or what tells no number."""
     sized = SizedBatches(Halved(dataset(8), 4))
     assert [batch.tolist() for [batch] in sized] == [[0, 1], [4, 5]]
     assert list(sized.sizes) == [None, None]

@@ -147,7 +147,7 @@ def test_what_is_no_generator_of_the_samplers() -> None:
 
 
 def test_digest_of_the_order() -> None:
-    """A sampler of the user's own has a digest of what it draws next, which it then yields."""
+    """What a sampler of the user's own draws next, and then yields; torch's orders cannot differ, so none."""
     orders = [Drawing(GENERATORS["numpy"](seed)) for seed in (1, 2)]
     digests = [ShardedSampler(sampler, 1, 0).order_digest() for sampler in orders]
     assert digests[0] == digests[1] is not None  # seeded by the ShardedSampler
@@ -155,15 +155,14 @@ def test_digest_of_the_order() -> None:
     ahead = ShardedSampler(Drawing(random.SystemRandom()), 1, 0)
     digest, order = ahead.order_digest(), list(ahead)
     assert digest == ShardedSampler(order, 1, 0).order_digest()
-
-
-@pytest.mark.parametrize(
-    "sampler", [RandomSampler(range(8)), BatchSampler(SequentialSampler(range(8)), 2, drop_last=False)]
-)
-def test_no_digest_of_torchs_orders(sampler: Any) -> None:
-    """Orders of torch's cannot differ, so nothing is drawn or compared; nor are those without an end."""
-    assert ShardedSampler(sampler, 2, 0).order_digest() is None
-    assert ShardedSampler(Unsized(lambda: range(7)), 2, 0).order_digest() is None
+    in_batches = BatchSampler(SequentialSampler(range(8)), 2, drop_last=False)
+    undrawn: list[Any] = [
+        RandomSampler(range(8)),
+        in_batches,
+        Unsized(lambda: range(7)),
+    ]  # one may have no end
+    for each in undrawn:
+        assert ShardedSampler(each, 2, 0).order_digest() is None
 
 
 @pytest.mark.parametrize(("num_replicas", "rank"), [(2, 5), (2, 2), (2, -1), (0, 0), (-2, 0)])
@@ -175,25 +174,16 @@ def test_a_part_that_does_not_exist(make: Any, num_replicas: int, rank: int) -> 
 
 
 def test_random_states_do_not_change() -> None:
-    """Drawing the order changes no random state: torch's, Python's, NumPy's or the generator's own."""
+    """Drawing changes none: torch's, Python's, NumPy's or the generator's; all give each rank the same."""
     generator = torch.Generator()
 
     def states() -> list[Any]:
-        numpy_state = np.random.get_state(legacy=False)
-        return [
-            torch.get_rng_state().tolist(),
-            generator.get_state().tolist(),
-            random.getstate(),
-            str(numpy_state),
-        ]
+        of_torch = [torch.get_rng_state().tolist(), generator.get_state().tolist()]
+        return [*of_torch, random.getstate(), str(np.random.get_state(legacy=False))]
 
     before = states()
     list(ShardedSampler(RandomSampler(range(10), generator=generator), 2, 0))
     assert states() == before
-
-
-def test_other_random_generators() -> None:
-    """A sampler that uses Python's or NumPy's random numbers gives the same order on every rank."""
 
     class Mixed(Sampler[int]):
         def __iter__(self) -> Iterator[int]:
@@ -201,9 +191,7 @@ def test_other_random_generators() -> None:
             random.shuffle(order)
             return iter(np.random.permutation(order).tolist())
 
-    assert sorted(index for part in zip(*shards(Mixed(), 2, "keep"), strict=True) for index in part) == list(
-        range(6)
-    )
+    assert sorted(itertools.chain(*zip(*shards(Mixed(), 2, "keep"), strict=True))) == list(range(6))
 
 
 def test_epoch_is_passed_on() -> None:

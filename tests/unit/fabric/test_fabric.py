@@ -142,13 +142,9 @@ def test_a_subclass_with_run_launches_itself() -> None:
     ],
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], error: type[Exception], text: str) -> None:
-    """In the constructor, by name."""
+    """In the constructor, by name; Lightning's contexts for creating modules where they are read."""
     with pytest.raises(error, match=text):
         Fabric(accelerator="cpu", **options)
-
-
-def test_what_is_not_there_says_what_to_write() -> None:
-    """Lightning's contexts for creating modules are refused by name."""
     for name in ("init_module", "init_tensor", "sharded_model"):
         with pytest.raises(MissingAttributeError, match=f"Fabric has no {name}"):
             getattr(fabric(), name)
@@ -178,7 +174,7 @@ def test_setup_refuses_what_it_cannot_honour() -> None:
 
 
 def test_setup_returns_what_it_was_given() -> None:
-    """A module alone, with optimizers, with a scheduler; modules and optimizers apart."""
+    """A module alone, with optimizers, with a scheduler, apart; an optimizer is of its class."""
     one, own = fabric(), Classifier()
     first, second = (torch.optim.SGD(own.parameters(), lr=0.1) for _ in range(2))
     scheduler = torch.optim.lr_scheduler.StepLR(second, 1)
@@ -190,13 +186,8 @@ def test_setup_returns_what_it_was_given() -> None:
     assert isinstance(one.setup_module(own), FabricModule)
     apart = one.setup_optimizers(torch.optim.Adam(own.parameters()))
     assert isinstance(apart, (FabricOptimizer, torch.optim.Adam))
-
-
-def test_an_optimizer_is_of_its_class() -> None:
-    """Schedulers take it, see its steps, and change its learning rate."""
-    own = Classifier()
     own_optimizer = torch.optim.SGD(own.parameters(), lr=1.0)
-    _, optimizer = fabric().setup(own, own_optimizer)
+    _, optimizer = one.setup(own, own_optimizer)
     assert isinstance(optimizer, torch.optim.SGD)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     with warnings.catch_warnings():
@@ -248,7 +239,7 @@ def test_gradients_are_clipped() -> None:
 
 
 def test_backward_takes_torchs_options() -> None:
-    """By position and by name; others are refused."""
+    """By position and by name; others are refused. `no_backward_sync` needs a module that was set up."""
     one = fabric()
     x = torch.ones(2, requires_grad=True)
     one.backward(x * 3, torch.ones(2), retain_graph=True)
@@ -258,14 +249,9 @@ def test_backward_takes_torchs_options() -> None:
         one.backward(x.sum(), model=nn.Linear(1, 1))
     with pytest.raises(ConfigurationError, match="weight"):
         one.backward(x.sum(), weight=2)
-
-
-def test_no_backward_sync_needs_a_module_that_was_set_up() -> None:
-    """A plain module is refused; with one process the block does nothing."""
-    one, own = fabric(), Classifier()
     with pytest.raises(InvalidTypeError, match=r"Fabric\.setup"):
-        one.no_backward_sync(own)
-    with one.no_backward_sync(one.setup(own)):
+        one.no_backward_sync(Classifier())
+    with one.no_backward_sync(one.setup(Classifier())):  # with one process it does nothing
         pass
 
 
@@ -346,13 +332,22 @@ def test_a_scaled_loss_needs_the_fabrics_backward() -> None:
     assert not torch.equal(before, own.first.weight)
 
 
-def test_master_weights_follow_what_is_loaded() -> None:
-    """A step after `load_state_dict` starts from the loaded weights, not from the older copies."""
+def test_master_weights_follow_what_is_loaded(tmp_path: Path) -> None:
+    """A step starts from the loaded weights, not from older copies; copies and scale are in a checkpoint."""
     one, own, module, optimizer = ready(lr=0.0, precision="bf16-master")
     module.load_state_dict({name: torch.zeros_like(value) for name, value in own.state_dict().items()})
     one.backward(module.training_step(data().tensors))
     optimizer.step()
     assert all(not each.detach().any() for each in own.parameters())
+    one, _, module, optimizer = ready(lr=1e-6, precision="16-master")
+    one.backward(module.training_step(data().tensors))
+    optimizer.step()
+    masters = [each.clone() for each in optimizer.param_groups[0]["params"]]
+    one.save(tmp_path / "x", {"model": module, "optimizer": optimizer})
+    two, _, other, sgd = ready(lr=1e-6, precision="16-master")
+    assert two.load(tmp_path / "x", {"model": other, "optimizer": sgd}) == {}
+    assert all(map(torch.equal, sgd.param_groups[0]["params"], masters))
+    assert one.strategy.precision.state_dict()["scaler"] == two.strategy.precision.state_dict()["scaler"]
 
 
 def test_a_precision_gets_all_modules() -> None:
@@ -429,7 +424,7 @@ def test_a_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_part_of_a_state_is_saved(tmp_path: Path) -> None:
-    """By filters; those that fit nothing are refused."""
+    """By filters; those that fit nothing are refused. `load_raw` reads the state of one object."""
     one = fabric()
     module = one.setup(Classifier())
     one.save(tmp_path / "x", {"model": module}, filter={"model": lambda name, value: name.endswith("bias")})
@@ -438,26 +433,8 @@ def test_a_part_of_a_state_is_saved(tmp_path: Path) -> None:
         one.save(tmp_path / "x", {"model": module}, filter={"other": lambda name, value: True})
     with pytest.raises(InvalidTypeError, match="filter"):
         one.save(tmp_path / "x", {"model": module}, filter={"model": 3})  # type: ignore[dict-item]  # wrong on purpose
-
-
-def test_the_scale_and_the_master_weights_are_saved(tmp_path: Path) -> None:
-    """What the precision keeps is in the file, and is restored."""
-    one, _, module, optimizer = ready(lr=1e-6, precision="16-master")
-    one.backward(module.training_step(data().tensors))
-    optimizer.step()
-    masters = [each.clone() for each in optimizer.param_groups[0]["params"]]
-    one.save(tmp_path / "x", {"model": module, "optimizer": optimizer})
-    two, _, other, sgd = ready(lr=1e-6, precision="16-master")
-    assert two.load(tmp_path / "x", {"model": other, "optimizer": sgd}) == {}
-    assert all(map(torch.equal, sgd.param_groups[0]["params"], masters))
-    assert one.strategy.precision.state_dict()["scaler"] == two.strategy.precision.state_dict()["scaler"]
-
-
-def test_the_state_of_one_object_is_loaded(tmp_path: Path) -> None:
-    """`load_raw` reads a file that torch has saved."""
-    one, own = fabric(), Classifier()
+    own = Classifier()
     torch.save({name: value + 1 for name, value in own.state_dict().items()}, tmp_path / "x")
-    module = one.setup(Classifier())
     one.load_raw(tmp_path / "x", module)
     assert largest_difference(module.state_dict(), own.state_dict()) == 1
     with pytest.raises(InvalidTypeError, match="a module or an optimizer"):

@@ -59,11 +59,15 @@ def test_names_are_rankwises(module: str, name: str, own: object) -> None:
     assert getattr(importlib.import_module(PACKAGE + module), name) is own
 
 
-def test_modules_are_attributes() -> None:
-    """`pl.callbacks`, `L.pytorch.callbacks` and their submodules need no import of their own."""
+def test_names_of_the_modules() -> None:
+    """Submodules need no import; special and private names are missing as Python's own tools expect."""
     pl: Any = importlib.import_module(PACKAGE)
     assert pl.callbacks.Timer is pl.pytorch.callbacks.timer.Timer is rankwise.callbacks.Timer
     assert pl.__version__ == rankwise.__version__
+    missing = importlib.import_module(f"{PACKAGE}.serve")
+    for module in (pl, pl.callbacks, missing):
+        assert getattr(module, "__wrapped__", None) is None
+        assert getattr(module, "_private", None) is None
 
 
 def test_importing_is_cheap() -> None:
@@ -93,15 +97,6 @@ def test_missing_names(statement: str, remedy: str) -> None:
     """A name that does not exist here is an error of its own, with what to do, in every form of import."""
     with pytest.raises(MissingNameError, match=remedy):
         exec(statement)
-
-
-def test_special_names_are_not_refused() -> None:
-    """Special and private names are missing in the ordinary way, as Python's own tools expect."""
-    pl = importlib.import_module(PACKAGE)
-    missing = importlib.import_module(f"{PACKAGE}.serve")
-    for module in (pl, pl.callbacks, missing):
-        assert getattr(module, "__wrapped__", None) is None
-        assert getattr(module, "_private", None) is None
 
 
 def test_nothing_that_exists_is_listed_as_missing() -> None:

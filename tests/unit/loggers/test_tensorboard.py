@@ -31,7 +31,7 @@ def test_metrics(tmp_path: Path) -> None:
 
 
 def test_hyper_parameters(tmp_path: Path) -> None:
-    """They are flat, come with a metric, and are found by TensorBoard's plugin."""
+    """They are flat, are found by TensorBoard's plugin, and come with a metric, or with those at step 0."""
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     logger = TensorBoardLogger(tmp_path, name=None, version=0, prefix="my")
@@ -42,10 +42,6 @@ def test_hyper_parameters(tmp_path: Path) -> None:
     assert hyper_parameters["opt/lr"].number_value == 0.5
     assert hyper_parameters["opt/name"].string_value == "None"
     logger.finalize("success")
-
-
-def test_hyper_parameters_with_metrics(tmp_path: Path) -> None:
-    """Metrics that come with them are logged at step 0."""
     logger = TensorBoardLogger(tmp_path)
     logger.log_hyperparams({"lr": 0.1}, {"best": torch.tensor(3.0)})
     assert scalars(logger.log_dir) == {"best": [(0, 3.0)]}

@@ -112,7 +112,7 @@ def test_run_in_progress(tmp_path: Path) -> None:
 
 
 def test_two_runs(tmp_path: Path) -> None:
-    """Two loggers of different ids have two runs."""
+    """Two ids are two runs; a new run's is random, names its folder, and reaches other processes."""
     loggers = [offline(tmp_path, id=name) for name in ("one", "two")]
     for number, logger in enumerate(loggers):
         logger.log_metrics({"loss": float(number)})
@@ -120,10 +120,6 @@ def test_two_runs(tmp_path: Path) -> None:
         logger.finalize("failed")
     runs = {run.id: [line["loss"] for line in run.history] for run in recorded(tmp_path)}
     assert runs == {"one": [0.0], "two": [1.0]}
-
-
-def test_folders(tmp_path: Path) -> None:
-    """A new run has a random id, which its folder is named after; another process gets it."""
     logger, other = offline(tmp_path), offline(tmp_path)
     assert re.fullmatch("[a-z0-9]{8}", logger.version)
     assert logger.log_dir == str(tmp_path / "project" / logger.version)

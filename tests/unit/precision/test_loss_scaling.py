@@ -165,9 +165,16 @@ def test_one_optimizer_may_step_twice_in_a_batch() -> None:
 
 
 def test_closures_are_refused() -> None:
-    """A closure is an error, because its loss would not be scaled."""
+    """Their loss would not be scaled; invalid options are errors in the constructor."""
     with pytest.raises(ConfigurationError, match="closure, whose loss is not scaled"):
         scaled().optimizer_step(optimizer(), lambda: 0.0)
+    wrong = [("init_scale", 0), ("growth_factor", 1.0), ("backoff_factor", 1.5), ("growth_interval", 2.5)]
+    for option, value in [*wrong, ("init_scale", "big")]:
+        with pytest.raises(InvalidArgumentError):
+            MixedPrecision("16-mixed", **{option: value})
+    for name, option in (("16-mixed", "initial_scale"), ("bf16-mixed", "init_scale")):
+        with pytest.raises(UnknownArgumentError):
+            MixedPrecision(name, **{option: 2.0})
 
 
 def test_a_rank_skips_because_another_does() -> None:
@@ -186,7 +193,7 @@ def test_a_rank_skips_because_another_does() -> None:
 
 
 def test_state_is_saved_and_loaded() -> None:
-    """The scale and the steps since its last change are restored."""
+    """The scale and the steps since its last change are restored, from a pickle without optimizers."""
     precision, sgd = scaled(growth_interval=5), optimizer()
     step(precision, sgd)
     state = precision.state_dict()
@@ -196,25 +203,8 @@ def test_state_is_saved_and_loaded() -> None:
     assert other.state_dict() == state
     other.backward(weight(optimizer()).sum())
     assert other.state_dict() == state
-
-
-def test_pickling() -> None:
-    """A pickled precision has its scale, without optimizers and strategy."""
-    precision, sgd = scaled(), optimizer()
     precision.configure(nn.Module(), [sgd])
     precision.agree = lambda is_bad: is_bad
-    step(precision, sgd)
     travelled = pickle.loads(pickle.dumps(precision))
     assert travelled.state_dict() == precision.state_dict()
     assert travelled.agree is None
-
-
-def test_invalid_options() -> None:
-    """Invalid options are errors in the constructor."""
-    wrong = [("init_scale", 0), ("growth_factor", 1.0), ("backoff_factor", 1.5), ("growth_interval", 2.5)]
-    for option, value in [*wrong, ("init_scale", "big")]:
-        with pytest.raises(InvalidArgumentError):
-            MixedPrecision("16-mixed", **{option: value})
-    for name, option in (("16-mixed", "initial_scale"), ("bf16-mixed", "init_scale")):
-        with pytest.raises(UnknownArgumentError):
-            MixedPrecision(name, **{option: 2.0})

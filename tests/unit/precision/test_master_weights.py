@@ -166,18 +166,17 @@ def test_copies_are_restored(way: str) -> None:
     assert other.state_dict()["scaler"] == precision.state_dict()["scaler"]
 
 
-def test_copies_of_another_module() -> None:
-    """Copies of other shapes are an error."""
-    precision, _, _ = ready()
-    with pytest.raises(ValueError, match="1 master weights do not fit 4 parameters"):
-        precision.load_state_dict({"masters": [[torch.ones(1)]]})
-
-
 def test_closures_are_refused() -> None:
-    """A closure is an error, because it would use weights that are not rounded yet."""
+    """One would use weights not rounded yet. Other names, scaler options and shapes are errors, too."""
     precision, _, optimizer = ready("bf16-master")
     with pytest.raises(ConfigurationError, match="closure, which would use old weights"):
         precision.optimizer_step(optimizer, lambda: 0.0)
+    with pytest.raises(UnknownNameError, match="Did you mean 'bf16-master'"):
+        MasterWeightsPrecision("bf16-masters")
+    with pytest.raises(UnknownArgumentError, match="scales nothing"):
+        MasterWeightsPrecision("bf16-master", init_scale=2.0)
+    with pytest.raises(ValueError, match="1 master weights do not fit 4 parameters"):
+        precision.load_state_dict({"masters": [[torch.ones(1)]]})
 
 
 def test_sharded_optimizers_are_refused() -> None:
@@ -193,14 +192,6 @@ def test_sharded_optimizers_are_refused() -> None:
 
     with pytest.raises(ConfigurationError, match="does not work with ZeroRedundancyOptimizer"):
         run_ranks(1, configure)
-
-
-def test_arguments() -> None:
-    """Names and scaler options are checked in the constructor."""
-    with pytest.raises(UnknownNameError, match="Did you mean 'bf16-master'"):
-        MasterWeightsPrecision("bf16-masters")
-    with pytest.raises(UnknownArgumentError, match="scales nothing"):
-        MasterWeightsPrecision("bf16-master", init_scale=2.0)
 
 
 def test_gradients_that_wait_for_a_step() -> None:

@@ -39,15 +39,11 @@ def test_unknown_name(given: str, nearest: str) -> None:
         create_precision(given)
 
 
-def test_norm_is_clipped_over_all_parameters() -> None:
-    """All gradients together get the requested norm; the old norm is returned."""
+def test_infinity_norm() -> None:
+    """All gradients together get the requested norm, any p-norm; the old one is returned."""
     optimizer = optimizer_with_gradients(3.0, 4.0)
     assert Precision().clip_gradients_norm(optimizer, 1.0).item() == pytest.approx(5.0)
     assert gradients_of(optimizer) == pytest.approx([0.6, 0.8], rel=1e-4)
-
-
-def test_infinity_norm() -> None:
-    """Any p-norm works, the infinity norm too."""
     optimizer = optimizer_with_gradients(3.0, -4.0)
     Precision().clip_gradients_norm(optimizer, 2.0, norm_type=float("inf"))
     assert gradients_of(optimizer) == pytest.approx([1.5, -2.0], rel=1e-4)
@@ -65,13 +61,9 @@ def test_values_are_clamped() -> None:
 
 
 def test_closures() -> None:
-    """The optimizer gets the closure."""
+    """The optimizer gets the closure; modules and batches are not converted, and there is no state."""
     optimizer = optimizer_with_gradients(1.0)
     assert Precision().optimizer_step(optimizer, lambda: 7.0) == 7.0
-
-
-def test_nothing_is_converted() -> None:
-    """The default does not convert modules and batches, and has no state."""
     precision, module, batch = Precision(), nn.Linear(1, 1).double(), object()
     assert precision.convert_module(module) is module
     assert precision.convert_input(batch) is batch

@@ -178,8 +178,8 @@ def test_functions_of_a_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert calls(capsys.readouterr().out, "training_step") == 0
 
 
-def test_torchs_profiler(tmp_path: Path) -> None:
-    """Operators and actions of three batches are in a table and in a trace, in any stage."""
+def test_torchs_profiler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Operators and actions of three batches are in a table and a trace; that none was measured is said."""
     profiler = PyTorchProfiler(tmp_path, "ops", row_limit=50)
     train = trainer(tmp_path, profiler=profiler, max_epochs=2)
     train.fit(Line(), loader())
@@ -192,12 +192,9 @@ def test_torchs_profiler(tmp_path: Path) -> None:
         assert (tmp_path / f"{stage}-ops-0.pt.trace.json").stat().st_size > 0
     assert profiler.profiler is None
     assert pickle.loads(pickle.dumps(profiler)).row_limit == 50
-
-
-def test_torchs_profiler_with_few_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the schedule measures nothing, the summary says so; arguments of torch's replace it."""
     trainer(tmp_path, profiler="pytorch").fit(Line(), loader(2))
     assert "no batch was measured" in capsys.readouterr().out
+    # Arguments of torch's replace the schedule.
     seen: list[Any] = []
     profiler = PyTorchProfiler(schedule=None, on_trace_ready=seen.append, sort_by_key="count", row_limit=99)
     trainer(tmp_path, profiler=profiler).fit(Line(), loader(2))
@@ -205,16 +202,12 @@ def test_torchs_profiler_with_few_batches(tmp_path: Path, capsys: pytest.Capture
     assert len(seen) == 1
 
 
-def test_names() -> None:
-    """Names are those of Lightning."""
+def test_names(tmp_path: Path) -> None:
+    """They are Lightning's; other names and types, and actions out of order, are refused."""
     kinds: dict[str | None, type[Profiler]] = {None: PassThroughProfiler}
     kinds |= {"Simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
     for given, kind in kinds.items():
         assert type(create_profiler(given)) is kind
-
-
-def test_what_is_no_profiler(tmp_path: Path) -> None:
-    """Other names and types are refused, and the error says what there is; so are actions out of order."""
     with pytest.raises(UnknownNameError, match=r"profiler 'xla'.*\n.*\n.*'advanced', 'pytorch', 'simple'"):
         trainer(tmp_path, profiler="xla")
     with pytest.raises(InvalidTypeError, match="profiler"):

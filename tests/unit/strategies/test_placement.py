@@ -141,16 +141,12 @@ def test_nothing_is_said_of_srun(monkeypatch: pytest.MonkeyPatch, variables: Var
     assert DDPForkStrategy(accelerator="cpu", devices=2).bind().world_size == 2
 
 
-def test_fork_cannot_use_slices_named_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch initialises CUDA to count them, which a forked process cannot use; other methods can."""
+def test_devices_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting may initialise CUDA: not for the CPU, nor for slices named by UUID before a fork."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-5a3c7f1e")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigurationError, match="MIG-5a3c7f1e; torch initialises CUDA to count them"):
         DDPForkStrategy(accelerator="cuda", devices=1).bind()
     DDPStrategy(accelerator="cuda", devices=1).bind()
-
-
-def test_devices_are_not_counted_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counting them may initialise CUDA."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("counted"))
     DDPForkStrategy(accelerator="cpu", devices=2).bind()
