@@ -289,19 +289,14 @@ def test_fields_are_kept() -> None:
 
 
 def test_unknown_names() -> None:
-    """A name that is like none gets no suggestion; a number in place of a name is in the text as it is."""
+    """The nearest is found whatever its case; one that is like none, or no string, gets no suggestion."""
     error = errors.UnknownNameError(kind="hook", name="zzz", known=("fp16",))
     assert error.summary() == "Unknown hook 'zzz'."
     error = errors.UnknownNameError(kind="precision", name=16, known=("16-mixed",))  # type: ignore[arg-type]
     assert error.summary() == "Unknown precision 16."
-
-
-@pytest.mark.parametrize(
-    ("name", "nearest"), [("DDP_Spwan", "ddp_spawn"), ("dpp", "ddp"), ("ddp", "ddp"), ("quartz", None)]
-)
-def test_nearest(name: str, nearest: str | None) -> None:
-    """The nearest name is found whatever its case, and None where none is near."""
-    assert errors.nearest(name, ["ddp", "ddp_spawn", "single_device"]) == nearest
+    expected = {"DDP_Spwan": "ddp_spawn", "dpp": "ddp", "ddp": "ddp", "quartz": None}
+    for name, nearest in expected.items():
+        assert errors.nearest(name, ["ddp", "ddp_spawn", "single_device"]) == nearest
 
 
 @pytest.mark.parametrize(
@@ -326,14 +321,6 @@ def test_bases_have_no_text_of_their_own() -> None:
     with pytest.raises(NotImplementedError):
         str(errors.WorkerError(**WHERE))
     assert rankwise.RankwiseError is errors.RankwiseError
-
-
-def test_a_value_that_cannot_be_pickled_travels_as_its_repr() -> None:
-    """An error about a lambda crosses processes; what it names is still to be read."""
-    error = errors.InvalidArgumentError(argument="devices", value=lambda: 1, expected="a number")
-    copy = pickle.loads(pickle.dumps(error))
-    assert isinstance(copy, errors.InvalidArgumentError)
-    assert "<lambda>" in str(copy)
 
 
 def test_a_mismatch_with_no_variables_shows_no_empty_facts() -> None:
@@ -378,11 +365,15 @@ class Halfway(Unreadable):
 
 @pytest.mark.parametrize("value", [Unreadable(), Halfway(), [Unreadable()]], ids=["repr", "str", "within"])
 def test_a_value_whose_text_fails(value: object) -> None:
-    """An error about a value of a user's class has a text, whatever the value's own text raises."""
+    """An error about a user's value has a text, whatever the value's own raises, and crosses processes."""
     error = errors.InvalidTypeError(argument="devices", value=value, expected="a number")
     assert "whose repr() fails" in str(error)
     assert "devices" in str(error)
     assert "devices" in str(pickle.loads(pickle.dumps(error)))
+    unpicklable = errors.InvalidArgumentError(argument="devices", value=lambda: 1, expected="a number")
+    copy = pickle.loads(pickle.dumps(unpicklable))
+    assert isinstance(copy, errors.InvalidArgumentError)
+    assert "<lambda>" in str(copy)
 
 
 def test_what_a_worker_says_to_do() -> None:

@@ -105,13 +105,20 @@ def test_attributes_and_items() -> None:
 
 
 def test_initial() -> None:
-    """What is changed later is not in `hparams_initial`, and nothing changes that."""
+    """What is changed later is not in `hparams_initial`, which nothing changes; a mapping can be assigned."""
     saved = Saves([1], 2)
     saved.hparams.lr.append(2)
     saved.hparams.width = 5
     saved.hparams_initial.lr.append(3)
     assert (saved.hparams_initial.lr, saved.hparams_initial.width) == ([1], 2)
     assert HyperparametersMixin().hparams_initial == HyperparametersMixin().hparams == {}
+    given = Base(0.1)
+    given.hparams = {"lr": 3}
+    assert given.hparams.lr == given.hparams_initial.lr == 3
+    with pytest.raises(InvalidTypeError, match="hparams=3 is of type int"):
+        given.hparams = 3  # type: ignore[assignment]
+    assert Base(0.1).logged_hparams == {"lr": 0.1, "width": 3}
+    assert Saves(0.1, 2, options={"logger": False}).logged_hparams == {}
 
 
 def test_a_frame() -> None:
@@ -125,17 +132,6 @@ def test_a_frame() -> None:
             self.save_hyperparameters("lr", frame=frame)
 
     assert Helped(0.1, True).hparams == Helped(0.1, False).hparams == {"lr": 0.1}
-
-
-def test_assigned() -> None:
-    """A mapping can be assigned; `logger=False` keeps hyperparameters from loggers."""
-    saved = Base(0.1)
-    saved.hparams = {"lr": 3}
-    assert saved.hparams.lr == saved.hparams_initial.lr == 3
-    with pytest.raises(InvalidTypeError, match="hparams=3 is of type int"):
-        saved.hparams = 3  # type: ignore[assignment]
-    assert Base(0.1).logged_hparams == {"lr": 0.1, "width": 3}
-    assert Saves(0.1, 2, options={"logger": False}).logged_hparams == {}
 
 
 def test_outside_of_the_constructor() -> None:

@@ -34,17 +34,6 @@ def test_everything_is_seeded() -> None:
         assert all(other != one for other, one in zip(draws(), first, strict=True))
 
 
-def test_what_is_no_seed() -> None:
-    """A seed is a whole number, and one that NumPy takes too."""
-    for seed in (-1, 2**32):
-        with pytest.raises(InvalidArgumentError, match="seed="):
-            seed_everything(seed)
-    wrong: list[Any] = ["3", 1.5, True]
-    for seed in wrong:
-        with pytest.raises(InvalidTypeError, match="a whole number"):
-            seed_everything(seed)
-
-
 @pytest.fixture
 def unseeded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let no seed be given before, neither here nor by a variable; restore all of it."""
@@ -96,7 +85,7 @@ class Draws(Dataset[torch.Tensor]):
 
 @pytest.mark.usefixtures("unseeded")
 def test_verbose(caplog: pytest.LogCaptureFixture) -> None:
-    """The seed is logged, unless that is switched off; other values of the flags are refused."""
+    """The seed is logged, unless that is off; other values of the flags, and no seeds, are refused."""
     caplog.set_level(logging.INFO, logger="rankwise.seed")
     seed_everything(5)
     seed_everything(6, verbose=False)
@@ -104,6 +93,13 @@ def test_verbose(caplog: pytest.LogCaptureFixture) -> None:
     for flag in ("workers", "verbose"):
         with pytest.raises(InvalidTypeError, match=f"{flag}=None"):
             seed_everything(5, **{flag: None})  # type: ignore[arg-type]  # refused
+    for seed in (-1, 2**32):
+        with pytest.raises(InvalidArgumentError, match="seed="):
+            seed_everything(seed)
+    wrong: list[Any] = ["3", 1.5, True]
+    for seed in wrong:
+        with pytest.raises(InvalidTypeError, match="a whole number"):
+            seed_everything(seed)
 
 
 class Watched(torch.Generator):

@@ -107,28 +107,30 @@ def test_another_module_is_another_run(tmp_path: Path) -> None:
 
 
 def test_missing_metric(tmp_path: Path) -> None:
-    """It is an error, or is waited for; the nearest of the logged ones is suggested, and all are listed."""
+    """It is an error, or is waited for; the nearest is suggested; no validations are an error, too."""
     with pytest.raises(ConfigurationError, match="finds no such metric"):
         epochs_with(tmp_path, EarlyStopping("other"), 1)
     assert epochs_with(tmp_path, EarlyStopping("other", strict=False), 1) == 1
     with pytest.raises(ConfigurationError, match=r"no such metric. Did you mean 'score'\?") as caught:
         epochs_with(tmp_path, EarlyStopping("scroe"), 1)
     assert "logged so far: 'loss', 'score'" in str(caught.value)
+    stopping = EarlyStopping("loss", check_on_train_epoch_end=False)
+    with pytest.raises(
+        ConfigurationError, match=r"EarlyStopping\(check_on_train_epoch_end=False\) would never"
+    ):
+        trainer(tmp_path, callbacks=stopping).fit(Scripted(1), loader())
 
 
-def test_state_round_trip() -> None:
-    """The state brings the best score and the count along."""
+def test_wrong_values() -> None:
+    """They are refused in the constructor; the state brings the best score and the count along."""
+    wrong: list[dict[str, Any]] = [{"mode": "best"}, {"patience": -1}, {"min_delta": -0.1}]
+    for options in wrong:
+        with pytest.raises(InvalidArgumentError):
+            EarlyStopping("score", **options)
     stopping, resumed = EarlyStopping("score"), EarlyStopping("score")
     stopping.best_score, stopping.wait_count = 0.5, 2
     resumed.load_state_dict(stopping.state_dict())
     assert (resumed.best_score, resumed.wait_count) == (0.5, 2)
-
-
-@pytest.mark.parametrize("options", [{"mode": "best"}, {"patience": -1}, {"min_delta": -0.1}])
-def test_wrong_values(options: dict[str, Any]) -> None:
-    """Values that cannot work are refused in the constructor."""
-    with pytest.raises(InvalidArgumentError):
-        EarlyStopping("score", **options)
 
 
 @pytest.mark.parametrize(("when", "epochs"), [(None, 4), (False, 4), (True, 3)])
@@ -152,15 +154,6 @@ def test_each_validation_counts_once(tmp_path: Path, module: Scripted, options: 
     stopping = EarlyStopping("score")
     trainer(tmp_path, callbacks=stopping, val_check_interval=2, **options).fit(module, loader(), loader())
     assert (stopping.best_score, stopping.wait_count) == (1, 0)
-
-
-def test_validations_that_never_come(tmp_path: Path) -> None:
-    """Without any, `check_on_train_epoch_end=False` would check nothing."""
-    stopping = EarlyStopping("loss", check_on_train_epoch_end=False)
-    with pytest.raises(
-        ConfigurationError, match=r"EarlyStopping\(check_on_train_epoch_end=False\) would never"
-    ):
-        trainer(tmp_path, callbacks=stopping).fit(Scripted(1), loader())
 
 
 def test_verbose(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -117,21 +117,17 @@ def test_what_is_kept(tmp_path: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize(("mode", "best"), [("min", 0.2), ("max", 0.9)])
-def test_best_is_kept(tmp_path: Path, mode: str, best: float) -> None:
-    """With a metric the best one is kept, and its path and score are known."""
+def test_best_two_are_kept(tmp_path: Path, mode: str, best: float) -> None:
+    """The best of a metric stay with their scores, and the worse of two is known."""
     saving = ModelCheckpoint(tmp_path, "{epoch}-{score:.1f}", monitor="score", mode=mode)
     scores = (0.5, 0.2, 0.9, 0.4)
     name = f"epoch={scores.index(best)}-score={best}.ckpt"
     assert fit(tmp_path, saving, *scores) == [name]
     assert saving.best_model_path == str(tmp_path / name)
     assert float(saving.best_model_score or 0) == pytest.approx(best)
-
-
-def test_best_two_are_kept(tmp_path: Path) -> None:
-    """With save_top_k=2 the two best stay, and the worse of them is known."""
-    saving = ModelCheckpoint(tmp_path, "{epoch}", monitor="score", save_top_k=2)
-    assert fit(tmp_path, saving, 0.5, 0.2, 0.9, 0.4) == ["epoch=1.ckpt", "epoch=3.ckpt"]
-    assert saving.kth_best_model_path == str(tmp_path / "epoch=3.ckpt")
+    saving = ModelCheckpoint(tmp_path / "two", "{epoch}", monitor="score", save_top_k=2)
+    assert fit(tmp_path, saving, *scores) == ["epoch=1.ckpt", "epoch=3.ckpt"]
+    assert saving.kth_best_model_path == str(tmp_path / "two" / "epoch=3.ckpt")
 
 
 class FailsSecond(TorchCheckpointIO):  # type: ignore[misc]  # one that differs from the real one in this alone
@@ -225,7 +221,7 @@ def test_the_best_of_another_module_does_not_compete(tmp_path: Path) -> None:
 
 
 def test_a_run_that_continues_replaces_its_last(tmp_path: Path) -> None:
-    """A run that continues from a last checkpoint, or from another of its own, writes that file again."""
+    """Whatever checkpoint of its own it continues from; two callbacks write a file each."""
     for epochs, ckpt_path in [(1, None), (2, "last"), (3, "best"), (4, tmp_path / "last.ckpt")]:
         saving = ModelCheckpoint(tmp_path, "{epoch}", save_last=True)
         train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True, max_epochs=epochs)
@@ -233,18 +229,15 @@ def test_a_run_that_continues_replaces_its_last(tmp_path: Path) -> None:
         train.fit(Line(), loader(), ckpt_path=path)
         assert sorted(path.name for path in tmp_path.iterdir()) == [f"epoch={epochs - 1}.ckpt", "last.ckpt"]
         assert load(tmp_path / "last.ckpt")["epoch"] == epochs - 1
-
-
-def test_two_callbacks_with_a_last_each(tmp_path: Path) -> None:
-    """Two callbacks in one folder do not write one file, neither in a first run nor in one that continues."""
+    folder = tmp_path / "two"
     for epochs in (1, 2):
         savings = [
-            ModelCheckpoint(tmp_path, save_top_k=0, save_last=True, every_n_epochs=1),
-            ModelCheckpoint(tmp_path, save_top_k=0, save_last=True, every_n_train_steps=1),
+            ModelCheckpoint(folder, save_top_k=0, save_last=True, every_n_epochs=1),
+            ModelCheckpoint(folder, save_top_k=0, save_last=True, every_n_train_steps=1),
         ]
         train = trainer(tmp_path, callbacks=savings, enable_checkpointing=True, max_epochs=epochs)
         train.fit(Line(), loader(), ckpt_path="last")
-        assert len({saving.last_model_path for saving in savings}) == len(list(tmp_path.iterdir())) == 2
+        assert len({saving.last_model_path for saving in savings}) == len(list(folder.iterdir())) == 2
 
 
 def test_default_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

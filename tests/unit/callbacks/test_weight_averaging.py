@@ -167,17 +167,13 @@ class Counting(Noted):
         self.twice += 2
 
 
-def test_buffers_that_are_not_averaged(tmp_path: Path) -> None:
-    """Checkpoints have the module's as they are then, also after a step that the average leaves out."""
+def test_buffers(tmp_path: Path) -> None:
+    """Those that are not averaged are saved as they are then; all are shared as one value of a broadcast."""
     saving = ModelCheckpoint(tmp_path, "own")
     callbacks: list[Any] = [EMAWeightAveraging(use_buffers=False, update_every_n_steps=2), saving]
     trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True).fit(Counting(), loader())
     saved = TorchCheckpointIO().load_checkpoint(saving.best_model_path)
     assert saved["state_dict"]["count"] == saved["current_model_state"]["count"] == 4
-
-
-def test_buffers_are_shared_at_once() -> None:
-    """All of them are one value of a broadcast, however many there are."""
     shared: list[Any] = []
 
     class Noting(DDPStrategy):

@@ -153,13 +153,19 @@ def test_callbacks(tmp_path: Path, pl: Any, make: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("name", ["training_epoch_end", "configure_sharded_model"])
 def test_hooks_that_would_never_be_called(tmp_path: Path, make: Callable[..., Any], name: str) -> None:
-    """Hooks that rankwise does not have are refused before anything starts."""
+    """They are refused before anything starts; a class that cannot be derived from is named."""
     methods = {name: lambda self, outputs=None: None}
     module = make(**methods, prepare_data=lambda self: pytest.fail("it has started"))
     kind = type(module)
     with pytest.raises(ConfigurationError, match=rf"{name}\(\) would never be called"):
         fit(tmp_path, module)
     assert type(module) is kind
+
+    def refuse(cls: Any, **options: Any) -> None:
+        raise TypeError("it is final")
+
+    with pytest.raises(ConfigurationError, match="Own cannot be used with rankwise's Trainer: it is final"):
+        fit(tmp_path, make(__init_subclass__=refuse))
 
 
 def test_missing_attributes(tmp_path: Path, make: Callable[..., Any]) -> None:
@@ -198,14 +204,3 @@ def test_lightnings_own_parts_are_refused(tmp_path: Path, pl: Any) -> None:
             trainer(tmp_path, callbacks=[callback])
     with pytest.raises(InvalidTypeError, match=r"import rankwise\.lightning as pl"):
         trainer(tmp_path, logger=pl.loggers.CSVLogger(tmp_path))
-
-
-def test_a_class_that_cannot_be_joined(tmp_path: Path, make: Callable[..., Any]) -> None:
-    """A class that refuses to be derived from is named."""
-
-    def refuse(cls: Any, **options: Any) -> None:
-        raise TypeError("it is final")
-
-    module = make(__init_subclass__=refuse)
-    with pytest.raises(ConfigurationError, match="Own cannot be used with rankwise's Trainer: it is final"):
-        fit(tmp_path, module)

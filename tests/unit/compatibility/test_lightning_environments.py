@@ -97,14 +97,10 @@ def test_ranks_are_set_by_lightnings_rule() -> None:
 
 
 def test_one_number_follows_from_the_other() -> None:
-    """Where the environment has the number of processes itself."""
+    """Where the environment has the number of processes; node 0 cannot know whether it is alone."""
     for name, number in (("devices", 2), ("num_nodes", 2)):
         assert bound(OfLightning(places=(1, 0), size=4), **{name: number}).ranks == RankInfo(2, 0, 1, 4, 2, 2)
     assert bound(OfLightning(places=(1, 0), size=4), devices=1).ranks == RankInfo(1, 0, 1, 4, 1, 4)
-
-
-def test_devices_that_nothing_determines() -> None:
-    """They are asked for, as node 0 cannot know whether it is alone."""
     with pytest.raises(ConfigurationError, match=r"OfLightning does not know how many.*(?s:.)*devices="):
         bound(OfLightning(size=4))
     assert bound(OfLightning(size=1)).ranks == RankInfo()

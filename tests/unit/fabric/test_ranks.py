@@ -142,7 +142,7 @@ def test_each_sample_is_evaluated_once() -> None:
 
 
 def test_repeated_samples_are_said() -> None:
-    """For a loader that reads the data in order, as for an evaluation; not with `each_sample_once`."""
+    """For a loader that reads in order, as for an evaluation, unless each counts once; no rank has none."""
 
     def warned(rank: int, **options: Any) -> list[str]:
         one = on_rank(rank)
@@ -156,10 +156,6 @@ def test_repeated_samples_are_said() -> None:
     assert messages
     assert all(message.startswith("1 of 5 samples are read twice") for message in messages)
     assert run_ranks(2, lambda rank: warned(rank, each_sample_once=True)) == [[], []]
-
-
-def test_loaders_of_ranks() -> None:
-    """With `use_distributed_sampler=False` every rank reads all samples; no rank may be without any."""
     with pytest.raises(ConfigurationError, match="leaves no sample for global_rank 1"):
         run_ranks(2, lambda rank: on_rank(rank).setup_dataloaders(DataLoader(data(1)), each_sample_once=True))
 

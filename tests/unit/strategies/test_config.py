@@ -124,8 +124,8 @@ PLAIN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "loca
 BY_HAND = {"NODE_RANK": "0", "NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 
 
-def test_ranks_that_nobody_starts_or_others_have() -> None:
-    """Other nodes need a launcher; ranks of others, and several nodes, meet in a TCP store: that is said."""
+def test_ranks_that_nobody_starts_or_others_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other nodes need a launcher; ranks of others meet in a TCP store; one that is alone meets nobody."""
     error = refused(DDPForkStrategy, devices=2, num_nodes=2)
     assert "torchrun --nnodes=2 --nproc-per-node=2" in str(error)
     environments = {
@@ -136,10 +136,6 @@ def test_ranks_that_nobody_starts_or_others_have() -> None:
         text = str(refused(DDPForkStrategy, rendezvous="private", cluster_environment=environment))
         assert reason in text
         assert 'leave rendezvous at "auto"' in text
-
-
-def test_a_private_rendezvous_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that is alone meets nobody: nothing listens, whoever has started it."""
     monkeypatch.setattr(rank_zero_only, "rank", 0)  # which a process that is a rank for good keeps
     alone = PlainEnvironment({**PLAIN, "WORLD_SIZE": "1"})
     strategy = DDPForkStrategy(rendezvous="private", cluster_environment=alone, accelerator="cpu")
