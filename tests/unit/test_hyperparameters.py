@@ -121,8 +121,8 @@ def test_initial() -> None:
     assert Saves(0.1, 2, options={"logger": False}).logged_hparams == {}
 
 
-def test_a_frame() -> None:
-    """A function that the constructor calls passes the constructor's frame, or just calls."""
+def test_where_it_is_called() -> None:
+    """A helper passes the constructor's frame, or just calls; elsewhere only a mapping can be saved."""
 
     class Helped(HyperparametersMixin):
         def __init__(self, lr: float, frame: bool) -> None:
@@ -133,9 +133,6 @@ def test_a_frame() -> None:
 
     assert Helped(0.1, True).hparams == Helped(0.1, False).hparams == {"lr": 0.1}
 
-
-def test_outside_of_the_constructor() -> None:
-    """Where no constructor runs there is nothing to collect, but a mapping is saved."""
     saved = Base(0.1)
     with pytest.raises(ConfigurationError, match="no constructor of Base is running"):
         saved.save_hyperparameters()

@@ -118,7 +118,7 @@ def test_a_search_leaves_no_traces(tmp_path: Path) -> None:
 
 
 def test_the_fit_uses_it(tmp_path: Path) -> None:
-    """`fit` searches first, and then trains with the suggestion; a fit that continues does not search."""
+    """`fit` searches first, and trains with the suggestion; one that continues keeps its learning rate."""
     finder, module = LearningRateFinder(1e-4, 1e-2, 20, attr_name="rate"), Rising()
     module.hparams = {"rate": 1.0}
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), module.hparams["rate"])  # type: ignore[method-assign]
@@ -129,12 +129,8 @@ def test_the_fit_uses_it(tmp_path: Path) -> None:
     train.max_epochs = 2
     train.fit(module, loader())
     assert finder.optimal_lr is curve
-
-
-def test_a_run_from_a_checkpoint(tmp_path: Path) -> None:
-    """It keeps its learning rate; the first start of a run that looks for its last checkpoint searches."""
     searched = []
-    for max_epochs in (1, 2):
+    for max_epochs in (1, 2):  # the first start of a run that looks for its last checkpoint searches
         finder = LearningRateFinder(1e-3, 1.0, 20)
         saving = ModelCheckpoint(tmp_path, save_last=True)
         train = trainer(

@@ -127,13 +127,6 @@ class TwoOptimizers(Line):
         return [first, second], [{"scheduler": scheduler, "name": "own"}]
 
 
-def test_two_optimizers(tmp_path: Path) -> None:
-    """In manual optimisation all optimizers are logged; a scheduler's name counts."""
-    monitor = LearningRateMonitor("step")
-    rows(tmp_path, monitor, TwoOptimizers(), max_epochs=1, log_every_n_steps=2)
-    assert monitor.lrs == {"own": [0.1, 0.1], "lr-SGD": [0.1, 0.1]}
-
-
 class EverySecond(TwoOptimizers):
     """Steps in every second batch."""
 
@@ -142,8 +135,11 @@ class EverySecond(TwoOptimizers):
             super().training_step(batch, batch_idx)
 
 
-def test_batches_without_a_step(tmp_path: Path) -> None:
-    """In manual optimisation each batch counts as one step, whatever it steps, as in Lightning."""
+def test_two_optimizers(tmp_path: Path) -> None:
+    """In manual optimisation all are logged, by a scheduler's name; each batch is a step, as in Lightning."""
+    monitor = LearningRateMonitor("step")
+    rows(tmp_path, monitor, TwoOptimizers(), max_epochs=1, log_every_n_steps=2)
+    assert monitor.lrs == {"own": [0.1, 0.1], "lr-SGD": [0.1, 0.1]}
     found = rows(tmp_path, LearningRateMonitor("step"), EverySecond(), max_epochs=1)
     assert values(found, "lr-SGD") == [(0, 0.1), (1, 0.1), (2, 0.1), (3, 0.1)]
 

@@ -123,13 +123,6 @@ class Whole(TensorDataset):
         return self.tensors[0][indices], self.tensors[0][indices]
 
 
-def test_sizes_of_samples_that_come_together() -> None:
-    """What a data set returns for several indices says nothing about their number."""
-    sized = SizedBatches(DataLoader(Whole(torch.arange(7)), 3, collate_fn=tuple))
-    assert len(list(sized)) == 3
-    assert list(sized.sizes) == [3, 3, 1]
-
-
 class Halved(DataLoader[Any]):
     """Yields half of each batch."""
 
@@ -188,8 +181,11 @@ class Together(Dataset[Any]):
         return torch.tensor(index)
 
 
-def test_samples_that_are_left_out_together() -> None:
-    """`__getitems__` may return fewer samples than it was asked for."""
+def test_samples_that_come_together() -> None:
+    """`__getitems__` may return fewer than asked for, or what says nothing about their number."""
     sized = SizedBatches(DataLoader(Together(), 3))
     assert [len(batch) for batch in sized] == [3, 2, 1]
     assert list(sized.sizes) == [3, None, 1]
+    sized = SizedBatches(DataLoader(Whole(torch.arange(7)), 3, collate_fn=tuple))
+    assert len(list(sized)) == 3
+    assert list(sized.sizes) == [3, 3, 1]

@@ -304,7 +304,7 @@ def test_marked_methods_run_in_the_precision() -> None:
 
 
 def test_formats() -> None:
-    """The module computes in the precision; its output has torch's default dtype."""
+    """The module computes in the precision, which gets all modules; its output has torch's default dtype."""
     seen = []
     dtypes = {"bf16-mixed": torch.bfloat16, "64-true": torch.float64, "bf16-true": torch.bfloat16}
     for name, dtype in dtypes.items():
@@ -317,9 +317,20 @@ def test_formats() -> None:
         with one.autocast():
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is dtype or name == "64-true"
 
+    given: list[Any] = []
+
+    class Noting(Precision):
+        def configure(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+            given.append(module)
+
+    one, modules = fabric(plugins=[Noting()]), [Classifier(), Classifier()]
+    for own in modules:
+        one.setup(own, torch.optim.SGD(own.parameters(), lr=0.1))
+    assert [given[0], *given[1]] == [modules[0], *modules]
+
 
 def test_a_scaled_loss_needs_the_fabrics_backward() -> None:
-    """`loss.backward()` would not scale; with `fabric.backward` and a step the weights change."""
+    """`loss.backward()` would not scale; one that is weighted needs its weight and the window's block."""
     one, own, module, optimizer = ready(precision="16-mixed")
     with pytest.raises(ConfigurationError, match=r"fabric\.backward"):
         module.training_step(data().tensors).backward()
@@ -330,6 +341,18 @@ def test_a_scaled_loss_needs_the_fabrics_backward() -> None:
     optimizer.step()
     assert largest_gradient(own) < 1  # unscaled
     assert not torch.equal(before, own.first.weight)
+    one, own, module, optimizer = ready(strategy=SingleDeviceStrategy(gradient_weighting="logged"))
+    x, y = data().tensors
+    with pytest.raises(ConfigurationError, match="has no weight"):
+        one.backward(module.training_step((x, y)))
+    with pytest.raises(ConfigurationError, match="outside of the block"):
+        one.backward(module.training_step((x, y)), weight=32)
+    for start, end in ((0, 20), (20, 32)):  # two microbatches of different sizes
+        with one.gradient_sync_context(module, optimizer, is_final_microbatch=end == 32):
+            one.backward(module.training_step((x[start:end], y[start:end])), weight=end - start)
+    plain = Classifier()
+    plain.training_step((x, y)).backward()
+    torch.testing.assert_close(own.first.weight.grad, plain.first.weight.grad)
 
 
 def test_master_weights_follow_what_is_loaded(tmp_path: Path) -> None:
@@ -348,20 +371,6 @@ def test_master_weights_follow_what_is_loaded(tmp_path: Path) -> None:
     assert two.load(tmp_path / "x", {"model": other, "optimizer": sgd}) == {}
     assert all(map(torch.equal, sgd.param_groups[0]["params"], masters))
     assert one.strategy.precision.state_dict()["scaler"] == two.strategy.precision.state_dict()["scaler"]
-
-
-def test_a_precision_gets_all_modules() -> None:
-    """`configure` gets the module itself, and a list where there are several."""
-    seen: list[Any] = []
-
-    class Noting(Precision):
-        def configure(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-            seen.append(module)
-
-    one, modules = fabric(plugins=[Noting()]), [Classifier(), Classifier()]
-    for own in modules:
-        one.setup(own, torch.optim.SGD(own.parameters(), lr=0.1))
-    assert [seen[0], *seen[1]] == [modules[0], *modules]
 
 
 # ------------------------------------------------------------------------------------------- loaders
@@ -492,19 +501,3 @@ def test_numbers_are_logged(tmp_path: Path) -> None:
     assert text.splitlines() == ["loss,step,accuracy", "0.5,1,", "0.25,2,1"]
     with pytest.raises(ConfigurationError, match="no logger"):
         fabric().logger  # noqa: B018  the access itself raises
-
-
-def test_weights_need_the_block_of_the_window() -> None:
-    """With logged weights a backward pass needs its weight, and the block that averages."""
-    one, own, module, optimizer = ready(strategy=SingleDeviceStrategy(gradient_weighting="logged"))
-    x, y = data().tensors
-    with pytest.raises(ConfigurationError, match="has no weight"):
-        one.backward(module.training_step((x, y)))
-    with pytest.raises(ConfigurationError, match="outside of the block"):
-        one.backward(module.training_step((x, y)), weight=32)
-    for start, end in ((0, 20), (20, 32)):  # two microbatches of different sizes
-        with one.gradient_sync_context(module, optimizer, is_final_microbatch=end == 32):
-            one.backward(module.training_step((x[start:end], y[start:end])), weight=end - start)
-    plain = Classifier()
-    plain.training_step((x, y)).backward()
-    torch.testing.assert_close(own.first.weight.grad, plain.first.weight.grad)

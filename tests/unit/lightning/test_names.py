@@ -106,8 +106,8 @@ def test_nothing_that_exists_is_listed_as_missing() -> None:
         assert set(module.__all__) & set(MISSING_NAMES) == set(), name
 
 
-def test_grad_norm() -> None:
-    """The norm of each gradient and of all, with Lightning's names; without gradients there are none."""
+def test_utilities() -> None:
+    """Norms of gradients have Lightning's names; numbers drawn in a block do not change those after it."""
     layer = nn.Linear(2, 1)
     assert grad_norm(layer, 2) == {}
     layer(torch.tensor([[3.0, 0.0]])).sum().backward()
@@ -118,10 +118,6 @@ def test_grad_norm() -> None:
     assert grad_norm(layer, "inf")["grad_inf_norm_total"].item() == 3.0
     with pytest.raises(InvalidArgumentError, match="more than 0"):
         grad_norm(layer, 0)
-
-
-def test_isolate_rng() -> None:
-    """Random numbers drawn in the block do not change those after it."""
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)

@@ -60,7 +60,7 @@ def wait_for(is_done: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("kind_of_monitor", [polling, over_a_channel])
 def test_messages_are_delivered_in_order(kind_of_monitor: Any) -> None:
-    """Each subscriber gets those of its kind; one that came before the subscription, too."""
+    """Subscribers get those of their kind, earlier ones too, and reply by keys, of which none is replaced."""
     received: list[str] = []
     with kind_of_monitor() as (monitor, store):
         monitor.subscribe("other", received.append)
@@ -74,11 +74,6 @@ def test_messages_are_delivered_in_order(kind_of_monitor: Any) -> None:
         send_message(store, [1], "status", "last")
         wait_for(lambda: len(received) == 4)
         assert received[3:] == ["last"]
-
-
-@pytest.mark.parametrize("kind_of_monitor", [polling, over_a_channel])
-def test_a_subscriber_sets_keys(kind_of_monitor: Any) -> None:
-    """It replies through the monitor; a key that is set stays as it is."""
     with kind_of_monitor() as (monitor, store):
         store.set("mine", "before")
         monitor.subscribe(

@@ -105,8 +105,8 @@ def test_two_optimizers_within_a_step_share_the_scale() -> None:
     assert weight(first).tolist() == weight(second).tolist() == [0.0, 0.0]
 
 
-def test_waiting_gradients_after_the_scale_changed() -> None:
-    """Gradients that wait while another optimizer steps are unscaled by the new scale."""
+def test_gradients_that_wait() -> None:
+    """While another optimizer steps: the new scale unscales them, and not twice if they are clipped."""
     precision, stepping, waiting = scaled(), optimizer(), optimizer()
     precision.configure(nn.Module(), [stepping, waiting])
     precision.backward(weight(waiting).sum())
@@ -115,10 +115,6 @@ def test_waiting_gradients_after_the_scale_changed() -> None:
         step(precision, stepping)
     step(precision, waiting)
     assert weight(waiting).tolist() == [-1.0, -1.0]
-
-
-def test_unscaled_gradients_that_wait_are_scaled_again() -> None:
-    """Clipping gradients long before their step does not unscale them twice."""
     precision, stepping, waiting = scaled(), optimizer(), optimizer()
     precision.configure(nn.Module(), [stepping, waiting])
     precision.backward(weight(waiting).sum())

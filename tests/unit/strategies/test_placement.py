@@ -42,12 +42,8 @@ def test_one_visible_device_per_task(monkeypatch: pytest.MonkeyPatch, local_rank
 
 @pytest.mark.parametrize("local_rank", range(4))
 def test_all_devices_visible(monkeypatch: pytest.MonkeyPatch, local_rank: int) -> None:
-    """With `--gpus-per-node=4` every task sees all, and takes the one of its local rank."""
+    """Every task sees all, and takes the one of its local rank; chosen ones are taken, if they are there."""
     assert bound(monkeypatch, local_rank, "0,1,2,3").root_device == torch.device("cuda", local_rank)
-
-
-def test_chosen_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list of indices is taken as it is, and one that is not there refused."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert local_devices("cuda", (3, 1), None) == [torch.device("cuda", 3), torch.device("cuda", 1)]
     with pytest.raises(InvalidArgumentError, match="torch sees 4"):
