@@ -184,7 +184,8 @@ def test_files_that_a_thread_has_yet_to_write_are_left(tmp_path: Path) -> None:
     plugin = AsyncCheckpointIO(SlowIO())
     assert fit(tmp_path, saving, 9, 1, plugins=plugin) == ["best-v1.ckpt", "best.ckpt"]
     assert load(saving.best_model_path)["epoch"] == 0
-    savings = [ModelCheckpoint(tmp_path, "best", monitor="score", mode=mode) for mode in ("max", "min")]
+    folder = tmp_path / "two"
+    savings = [ModelCheckpoint(folder, "best", monitor="score", mode=mode) for mode in ("max", "min")]
     options = {"enable_checkpointing": True, "max_epochs": 2, "plugins": AsyncCheckpointIO(SlowIO())}
     train = trainer(tmp_path, callbacks=savings, **options)
     train.fit(Scripted(9, 1), loader(), loader())
@@ -192,25 +193,8 @@ def test_files_that_a_thread_has_yet_to_write_are_left(tmp_path: Path) -> None:
     assert best == [0, 1]
 
 
-@pytest.mark.parametrize("filename", ["last", "last-v1"])
-def test_last_is_no_name_for_the_best(filename: str) -> None:
-    """With save_last the other checkpoints have another name; without it they may have this one."""
-    with pytest.raises(InvalidArgumentError, match=r"filename='last.*save_last=True uses this one"):
-        ModelCheckpoint(filename=filename, save_last=True)
-    ModelCheckpoint(filename=filename)
-
-
-def test_another_module_is_another_run(tmp_path: Path) -> None:
-    """A trainer that fits a second module keeps the last checkpoint of the first, as in a k-fold script."""
-    saving = ModelCheckpoint(tmp_path, save_top_k=0, save_last=True)
-    train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True)
-    train.fit(Line(), loader())
-    train.fit(Line(), loader())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["last-v1.ckpt", "last.ckpt"]
-
-
 def test_the_best_of_another_module_does_not_compete(tmp_path: Path) -> None:
-    """A second module's checkpoints are compared with each other, and the first one's stay."""
+    """A second module's checkpoints, as in a k-fold script, compete with each other; the first's stay."""
     saving = ModelCheckpoint(tmp_path, "{epoch}-{score}", monitor="score")
     train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True, max_epochs=2)
     for scores, best in (((0.1, 0.2), "epoch=0-score=0.1.ckpt"), ((0.7, 0.5), "epoch=1-score=0.5.ckpt")):
@@ -218,6 +202,11 @@ def test_the_best_of_another_module_does_not_compete(tmp_path: Path) -> None:
         assert Path(saving.best_model_path).name == best
         assert float(saving.best_model_score or 0) == pytest.approx(min(scores))
     assert len(list(tmp_path.glob("*.ckpt"))) == 2
+    saving = ModelCheckpoint(tmp_path / "last", save_top_k=0, save_last=True)
+    train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True)
+    for _ in range(2):
+        train.fit(Line(), loader())
+    assert sorted(path.name for path in (tmp_path / "last").iterdir()) == ["last-v1.ckpt", "last.ckpt"]
 
 
 def test_a_run_that_continues_replaces_its_last(tmp_path: Path) -> None:
@@ -278,7 +267,7 @@ def test_state_round_trip(tmp_path: Path) -> None:
         (InvalidArgumentError, [{"every_n_epochs": -1}, {"every_n_train_steps": -1}]),
         (
             InvalidArgumentError,
-            [{"filename": name} for name in ("{epoch:.2q}", "../{epoch}", "/tmp/{epoch}")],
+            [{"filename": each} for each in ("{epoch:.2q}", "../{epoch}", "/tmp/{epoch}")],
         ),
         (InvalidTypeError, [{"train_time_interval": 60}]),
         (ConfigurationError, [{"save_top_k": 2}, {"every_n_epochs": 1, "every_n_train_steps": 1}]),
@@ -293,6 +282,10 @@ def test_wrong_values(error: type[Exception], refused: list[dict[str, Any]]) -> 
         with pytest.raises(error) as caught:
             ModelCheckpoint(**options)
         assert error is not InvalidTypeError or "train_time_interval" in str(caught.value)
+    for filename in ("last", "last-v1"):  # which others may have without save_last
+        with pytest.raises(InvalidArgumentError, match=r"filename='last.*save_last=True uses this one"):
+            ModelCheckpoint(filename=filename, save_last=True)
+        ModelCheckpoint(filename=filename)
 
 
 def test_a_linked_last(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def with_bar(folder: Path, epochs: int = 1, **options: Any) -> Trainer:
 
 
 def test_bars_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each epoch and each evaluation has a bar, with its number of batches."""
+    """Each epoch and evaluation has a bar, with its number of batches, and room for other programs' bars."""
     terminal = terminal_for(monkeypatch)
     train = with_bar(tmp_path, 2, leave=True)
     train.fit(Line(), loader(), loader())
@@ -57,6 +57,15 @@ def test_bars_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     drawn = terminal.getvalue()
     for text in ("Epoch 0", "Epoch 1", "4/4", "Validation", "Test: 100%", "Prediction: 100%", "3/3"):
         assert text in drawn
+    terminal = terminal_for(monkeypatch)
+    with_bar(tmp_path, process_position=1, refresh_rate=3, leave=True).fit(Line(), loader())
+    drawn = terminal.getvalue()
+    assert "\n\n" in drawn  # two lines down
+    assert "Epoch 0: 100%" in drawn
+    with pytest.raises(InvalidArgumentError, match="process_position"):
+        TQDMProgressBar(process_position=-1)
+    with pytest.raises(InvalidArgumentError, match="refresh_rate=0"):
+        TQDMProgressBar(refresh_rate=0)
 
 
 def test_a_terminal_that_is_resized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,16 +185,3 @@ def test_without_tqdm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert trainer(tmp_path, enable_progress_bar=None).callbacks == []
     with pytest.raises(MissingExtraError, match=r'pip install "rankwise\[progress\]"'):
         trainer(tmp_path, enable_progress_bar=True)
-
-
-def test_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bars can leave room for those of other programs; no negative room, nor a bar that never moves."""
-    terminal = terminal_for(monkeypatch)
-    with_bar(tmp_path, process_position=1, refresh_rate=3, leave=True).fit(Line(), loader())
-    drawn = terminal.getvalue()
-    assert "\n\n" in drawn  # two lines down
-    assert "Epoch 0: 100%" in drawn
-    with pytest.raises(InvalidArgumentError, match="process_position"):
-        TQDMProgressBar(process_position=-1)
-    with pytest.raises(InvalidArgumentError, match="refresh_rate=0"):
-        TQDMProgressBar(refresh_rate=0)

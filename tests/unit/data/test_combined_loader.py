@@ -48,18 +48,14 @@ def test_structure(iterables: Any, first: Any) -> None:
     assert len(CombinedLoader({})) == 0
 
 
-def test_without_length() -> None:
-    """`len` is an error where it depends on one; what cannot begin again is one where it would have to."""
+def test_passes() -> None:
+    """Where a length is needed, or a new start, one without is an error; the pass ends with the others."""
     assert len(CombinedLoader([A, iter(B)], "min_size")) == 3  # the generator's is unknown
     with pytest.raises(TypeError, match="no length"):
         len(CombinedLoader([A, iter(B)], "max_size"))
     assert [row for row, _, _ in CombinedLoader([A, iter(B)], "max_size")] == [[0, 10], [1, 11], [2, None]]
     with pytest.raises(ConfigurationError, match="Loader 1 of several has no batch"):
         list(CombinedLoader([A, iter(B)], "max_size_cycle"))
-
-
-def test_a_loader_that_has_ended_before() -> None:
-    """A pass that continues while one loader is in its second pass ends when the others have ended."""
     starts = [lambda _: iter(A), lambda _: iter(B)]
     assert list(rows_of("max_size_cycle", starts, [1, 0])) == [[0, 10], [1, 11]]
 

@@ -109,17 +109,8 @@ def test_clipping_by_value_is_on_master_weights() -> None:
     assert (bias.grad.item(), module[2].bias.grad) == (0.25, None)
 
 
-def test_cleared_gradients_do_not_come_back() -> None:
-    """Gradients of a window that never stepped are cleared in the module too."""
-    precision, module, optimizer = ready()
-    precision.backward(module(torch.ones(4, 3, dtype=torch.float16)).sum())
-    precision.zero_grad(optimizer)
-    precision.unscale_gradients(optimizer)
-    assert {parameter.grad for parameter in precision.main_parameters(optimizer)} == {None}
-
-
 def test_configured_again() -> None:
-    """A second fit with the same optimizer keeps its copies."""
+    """A second fit with the same optimizer keeps its copies; gradients that were cleared stay so."""
     precision, module, optimizer = ready()
     step(precision, module, optimizer)
     masters = precision.main_parameters(optimizer)
@@ -128,6 +119,10 @@ def test_configured_again() -> None:
     assert all(a is b for a, b in zip(masters, precision.main_parameters(optimizer), strict=True))
     step(precision, module, optimizer)
     assert torch.equal(module[0].weight, masters[0].half())
+    precision.backward(module(torch.ones(4, 3, dtype=torch.float16)).sum())
+    precision.zero_grad(optimizer)
+    precision.unscale_gradients(optimizer)
+    assert {parameter.grad for parameter in precision.main_parameters(optimizer)} == {None}
 
 
 def test_optimizer_state_moves_to_the_copies() -> None:
