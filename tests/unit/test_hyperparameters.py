@@ -42,17 +42,13 @@ class Saves(HyperparametersMixin):
 
 
 def test_all_arguments() -> None:
-    """Without names all arguments are saved, with defaults and keywords, but without `*args`."""
+    """Without names all are saved, with defaults and keywords, without `*args`; a subclass's, too."""
     assert Base(0.1, 1, 2, seed=5).hparams == {"lr": 0.1, "width": 3, "seed": 5}
-
-
-def test_arguments_of_subclasses() -> None:
-    """A subclass's arguments are saved by its base class, and win."""
     assert Derived(4).hparams == {"depth": 4, "lr": 0.5, "width": 3, "dropout": 0.1}
 
 
 def test_both_classes_save() -> None:
-    """Several calls add to each other; `ignore` removes what the base class has saved."""
+    """Several calls add to each other, and `ignore` removes; those of other objects' constructors do not."""
 
     class Both(Base):
         def __init__(self, lr: float, net: object) -> None:
@@ -61,10 +57,22 @@ def test_both_classes_save() -> None:
 
     assert Both(0.1, object()).hparams == {"lr": 0.1}
 
+    class Outer(HyperparametersMixin):
+        def __init__(self, depth: int) -> None:
+            self.inner = Base(0.3)
+
+    assert Outer(2).inner.hparams == {"lr": 0.3, "width": 3}
+
 
 def test_names() -> None:
-    """Only the named arguments are saved."""
+    """Only the named arguments are saved; what the constructor does not have, or is no name, is refused."""
     assert Saves(0.1, 2, ("width",)).hparams == {"width": 2}
+    with pytest.raises(UnknownNameError, match="widht"):
+        Saves(0.1, 2, ("widht",))
+    wrong: list[tuple[Any, ...]] = [(5,), ({"a": 1}, "width"), ({"a": 1}, {"b": 2})]
+    for call in wrong:
+        with pytest.raises(InvalidTypeError, match="save_hyperparameters"):
+            Saves(0.1, 2, call)
 
 
 @pytest.mark.parametrize("ignore", ["width", ["width"], ("width",), {"width"}])
@@ -97,17 +105,24 @@ def test_attributes_and_items() -> None:
 
 
 def test_initial() -> None:
-    """What is changed later is not in `hparams_initial`, and nothing changes that."""
+    """What is changed later is not in `hparams_initial`, which nothing changes; a mapping can be assigned."""
     saved = Saves([1], 2)
     saved.hparams.lr.append(2)
     saved.hparams.width = 5
     saved.hparams_initial.lr.append(3)
     assert (saved.hparams_initial.lr, saved.hparams_initial.width) == ([1], 2)
     assert HyperparametersMixin().hparams_initial == HyperparametersMixin().hparams == {}
+    given = Base(0.1)
+    given.hparams = {"lr": 3}
+    assert given.hparams.lr == given.hparams_initial.lr == 3
+    with pytest.raises(InvalidTypeError, match="hparams=3 is of type int"):
+        given.hparams = 3  # type: ignore[assignment]
+    assert Base(0.1).logged_hparams == {"lr": 0.1, "width": 3}
+    assert Saves(0.1, 2, options={"logger": False}).logged_hparams == {}
 
 
-def test_a_frame() -> None:
-    """A function that the constructor calls passes the constructor's frame, or just calls."""
+def test_where_it_is_called() -> None:
+    """A helper passes the constructor's frame, or just calls; elsewhere only a mapping can be saved."""
 
     class Helped(HyperparametersMixin):
         def __init__(self, lr: float, frame: bool) -> None:
@@ -118,47 +133,6 @@ def test_a_frame() -> None:
 
     assert Helped(0.1, True).hparams == Helped(0.1, False).hparams == {"lr": 0.1}
 
-
-def test_another_object_in_the_constructor() -> None:
-    """The arguments of other objects whose constructors run are not saved."""
-
-    class Outer(HyperparametersMixin):
-        def __init__(self, depth: int) -> None:
-            self.inner = Base(0.3)
-
-    assert Outer(2).inner.hparams == {"lr": 0.3, "width": 3}
-
-
-def test_assigned() -> None:
-    """A mapping can be assigned."""
-    saved = Base(0.1)
-    saved.hparams = {"lr": 3}
-    assert saved.hparams.lr == saved.hparams_initial.lr == 3
-    with pytest.raises(InvalidTypeError, match="hparams=3 is of type int"):
-        saved.hparams = 3  # type: ignore[assignment]
-
-
-def test_loggers_get_them_unless_refused() -> None:
-    """`logger=False` keeps them from loggers."""
-    assert Base(0.1).logged_hparams == {"lr": 0.1, "width": 3}
-    assert Saves(0.1, 2, options={"logger": False}).logged_hparams == {}
-
-
-@pytest.mark.parametrize("call", [(5,), ({"a": 1}, "width"), ({"a": 1}, {"b": 2})])
-def test_neither_names_nor_a_container(call: tuple[Any, ...]) -> None:
-    """Anything else is refused."""
-    with pytest.raises(InvalidTypeError, match="save_hyperparameters"):
-        Saves(0.1, 2, call)
-
-
-def test_unknown_names() -> None:
-    """A name that the constructor does not have is refused."""
-    with pytest.raises(UnknownNameError, match="widht"):
-        Saves(0.1, 2, ("widht",))
-
-
-def test_outside_of_the_constructor() -> None:
-    """Where no constructor runs there is nothing to collect, but a mapping is saved."""
     saved = Base(0.1)
     with pytest.raises(ConfigurationError, match="no constructor of Base is running"):
         saved.save_hyperparameters()

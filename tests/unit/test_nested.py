@@ -4,6 +4,7 @@ import array
 from collections import Counter, OrderedDict, UserDict, UserString, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -67,21 +68,13 @@ ONE = torch.ones(1)
     ("value", "tensor_of"),
     [
         (ONE, lambda value: value),
-        ([ONE, "text"], lambda value: value[0]),
-        ((ONE, 3), lambda value: value[0]),
-        (Pair(ONE, None), lambda value: value.x),
-        ({"x": ONE}, lambda value: value["x"]),
-        (OrderedDict(x=ONE), lambda value: value["x"]),
-        (UserDict(x=ONE), lambda value: value["x"]),
-        (defaultdict(None, x=ONE), lambda value: value["x"]),
-        (MappingProxyType({"x": ONE}), lambda value: value["x"]),
-        (Counted(x=ONE), lambda value: value["x"]),
-        (deque([3, ONE], 2), lambda value: value[1]),
-        (Plain(ONE), lambda value: value.x),
-        (Plain(ONE), lambda value: value.made),
-        (Frozen(ONE), lambda value: value.x),
-        (Slotted(ONE), lambda value: value.x),
-        (Counting(ONE), lambda value: value.x),
+        *((value, itemgetter(0)) for value in ([ONE, "text"], (ONE, 3))),
+        *((kind(x=ONE), itemgetter("x")) for kind in (dict, OrderedDict, UserDict, Counted)),
+        *((value, itemgetter("x")) for value in (defaultdict(None, x=ONE), MappingProxyType({"x": ONE}))),
+        (deque([3, ONE], 2), itemgetter(1)),
+        (Pair(ONE, None), attrgetter("x")),
+        (Plain(ONE), attrgetter("made")),
+        *((kind(ONE), attrgetter("x")) for kind in (Plain, Frozen, Slotted, Counting)),
         ([{"x": (Frozen(3, Frozen(ONE)),)}], lambda value: value[0]["x"][0].inner.x),
     ],
 )
@@ -93,20 +86,11 @@ def test_every_container(value: Any, tensor_of: Any) -> None:
     assert value is ONE or result is not value
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        *(None, 3, "text", b"bytes", bytearray(3), range(3), Frozen, {1, 2}),
-        *(array.array("d", [3]), memoryview(b"bytes"), UserString("text"), torch.Size([3])),
-    ],
-)
-def test_what_has_no_tensors(value: Any) -> None:
-    """Other values come back as they are, classes of dataclasses too."""
-    assert doubled(value) is value
-
-
-def test_what_a_container_has_besides_stays() -> None:
-    """A defaultdict goes on making its defaults, a state dict keeps its versions, a deque its length."""
+def test_what_stays() -> None:
+    """Other values come back as they are; a container keeps its defaults, its versions or its length."""
+    values = [None, 3, "text", b"bytes", bytearray(3), range(3), Frozen, {1, 2}, torch.Size([3])]
+    for value in (*values, array.array("d", [3]), memoryview(b"bytes"), UserString("text")):
+        assert doubled(value) is value
     made: Any = defaultdict(list)
     made["x"] = ONE
     assert doubled(made)["new"] == []
@@ -115,9 +99,12 @@ def test_what_a_container_has_besides_stays() -> None:
 
 
 def test_values_of_other_kinds() -> None:
-    """Any kind of values can be mapped, and all others by another function."""
+    """Any kind can be mapped, all others by another function; walking ends in what contains itself."""
     mapped = map_nested([3, {"x": (True, 2.0)}, "text"], (int, bool), lambda number: number + 1, str)
     assert mapped == [4, {"x": (2, "2.0")}, "text"]
+    value: list[Any] = [1]
+    value.append(value)
+    assert list(walked(value, lambda item: item if type(item) is list else None)) == [value, 1, value]
 
 
 def doubled_often(value: Any, depth: int = 60) -> Any:
@@ -128,41 +115,26 @@ def doubled_often(value: Any, depth: int = 60) -> Any:
 
 
 def test_containers_at_many_places() -> None:
-    """A container at several places is copied once, whatever the number of its places."""
+    """A container is copied once; a function may be called for each place, which matters to collectives."""
     result = doubled(doubled_often([ONE]))
     assert result[0] is result[1]
     leaf = result
     while isinstance(leaf, (list, dict)):
         leaf = leaf[0] if isinstance(leaf, list) else leaf["x"]
     assert leaf == 2
-
-
-def test_each_place() -> None:
-    """Where a function is called matters to collectives: ranks may differ in what they hold twice."""
     calls: list[int] = []
     twice = [3]
     assert map_nested([twice, twice], int, calls.append, each_place=True) == [[None], [None]]
     assert calls == [3, 3]
 
 
-def test_what_contains_itself() -> None:
-    """Walking ends where a container is in itself."""
-    value: list[Any] = [1]
-    value.append(value)
-    assert list(walked(value, lambda item: item if type(item) is list else None)) == [value, 1, value]
-
-
 def test_cached_properties_are_computed_anew() -> None:
-    """They depend on fields, which have changed."""
+    """They depend on fields, which have changed; fields are set in the dataclass's own way."""
     value = Frozen(torch.ones(3))
     assert value.total == 3
     assert doubled(value).total == 6
-
-
-def test_setting_attributes() -> None:
-    """The fields of a dataclass that is not frozen are set in its own way."""
-    value: Any = Counting(ONE)
-    assert doubled(value).count > value.count
+    counting: Any = Counting(ONE)
+    assert doubled(counting).count > counting.count
 
 
 class OnMeta(DDPStrategy):

@@ -8,28 +8,20 @@ import pytest
 from rankwise.errors import InvalidArgumentError
 from rankwise.ranks import RankInfo, rank_zero_only, set_rank_zero_only
 
-THIRD_OF_FOUR = RankInfo(
-    global_rank=2, local_rank=0, node_rank=1, world_size=4, local_world_size=2, num_nodes=2
-)
+THIRD_OF_FOUR = RankInfo(2, 0, 1, world_size=4, local_world_size=2, num_nodes=2)
 
 
-def test_one_process_is_the_default() -> None:
-    """Without a job, there is one process, which is the first."""
+def test_who_of_how_many() -> None:
+    """One process is the default; the repr can be read in a log; a node's first process is not the job's."""
     info = RankInfo()
     assert dataclasses.astuple(info) == (0, 0, 0, 1, 1, 1)
     assert info.is_global_zero
     assert info.is_one_node
-
-
-def test_it_says_who_of_how_many() -> None:
-    """The repr can be read in a log of many ranks."""
     assert repr(THIRD_OF_FOUR) == "RankInfo(global_rank 2 of 4, local_rank 0 of 2, node 1 of 2)"
-
-
-def test_global_zero_is_not_local_zero() -> None:
-    """The first process of the second node is not the first of the job."""
     assert not THIRD_OF_FOUR.is_global_zero
     assert not THIRD_OF_FOUR.is_one_node
+    # Three processes on two nodes: the numbers need not be multiples of one another.
+    assert RankInfo(2, 0, 1, world_size=3, local_world_size=1, num_nodes=2).world_size == 3
 
 
 @pytest.mark.parametrize(
@@ -53,23 +45,13 @@ def test_contradictions_are_refused(wrong: dict[str, int], argument: str) -> Non
     assert caught.value.argument == argument
 
 
-def test_nodes_of_unequal_size_are_possible() -> None:
-    """Three processes on two nodes: the numbers of processes need not be multiples of one another."""
-    info = RankInfo(global_rank=2, local_rank=0, node_rank=1, world_size=3, local_world_size=1, num_nodes=2)
-    assert info.world_size == 3
-
-
-def test_it_cannot_be_changed() -> None:
-    """A process's place in the job does not change."""
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        THIRD_OF_FOUR.global_rank = 0  # type: ignore[misc]  # the point of the test
-
-
 def test_equal_places_are_equal() -> None:
-    """It is a value: it compares, hashes and pickles as one."""
+    """It is a value: it compares, hashes and pickles as one, and cannot be changed."""
     copy = pickle.loads(pickle.dumps(THIRD_OF_FOUR))
     assert copy == THIRD_OF_FOUR
     assert hash(copy) == hash(THIRD_OF_FOUR)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        THIRD_OF_FOUR.global_rank = 0  # type: ignore[misc]  # the point of the test
 
 
 def test_rank_zero_only_follows() -> None:

@@ -34,20 +34,6 @@ def test_everything_is_seeded() -> None:
         assert all(other != one for other, one in zip(draws(), first, strict=True))
 
 
-@pytest.mark.parametrize("seed", [-1, 2**32])
-def test_out_of_range(seed: int) -> None:
-    """A seed is one that NumPy takes too."""
-    with pytest.raises(InvalidArgumentError, match="seed="):
-        seed_everything(seed)
-
-
-@pytest.mark.parametrize("seed", ["3", 1.5, True])
-def test_no_number(seed: Any) -> None:
-    """A seed is a whole number."""
-    with pytest.raises(InvalidTypeError, match="a whole number"):
-        seed_everything(seed)
-
-
 @pytest.fixture
 def unseeded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let no seed be given before, neither here nor by a variable; restore all of it."""
@@ -66,24 +52,14 @@ def test_without_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rankwise.seed, "_given", None)
     monkeypatch.setenv("PL_GLOBAL_SEED", "12")
     assert (seed_everything(), torch.initial_seed()) == (12, 12)
-    assert seed_everything(3) == 3
-    assert os.environ["PL_GLOBAL_SEED"] == "12"
-
-
-@pytest.mark.parametrize("text", ["one", "-1", str(2**32), "1.5"])
-@pytest.mark.usefixtures("unseeded")
-def test_a_variable_that_is_no_seed(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """The error names the variable."""
-    monkeypatch.setenv("PL_GLOBAL_SEED", text)
-    with pytest.raises(InvalidArgumentError, match=f"PL_GLOBAL_SEED='{text}'"):
-        seed_everything()
-
-
-@pytest.mark.usefixtures("unseeded")
-def test_a_seed_of_numpys() -> None:
-    """An integer of another library is one."""
     seed = seed_everything(np.int64(3))
     assert (seed, type(seed)) == (3, int)
+    assert os.environ["PL_GLOBAL_SEED"] == "12"
+    monkeypatch.setattr(rankwise.seed, "_given", None)
+    for text in ("one", "-1", str(2**32), "1.5"):
+        monkeypatch.setenv("PL_GLOBAL_SEED", text)
+        with pytest.raises(InvalidArgumentError, match=f"PL_GLOBAL_SEED='{text}'"):
+            seed_everything()
 
 
 @pytest.mark.usefixtures("unseeded")
@@ -109,7 +85,7 @@ class Draws(Dataset[torch.Tensor]):
 
 @pytest.mark.usefixtures("unseeded")
 def test_verbose(caplog: pytest.LogCaptureFixture) -> None:
-    """The seed is logged, unless that is switched off; other values of the flags are refused."""
+    """The seed is logged, unless that is off; other values of the flags, and no seeds, are refused."""
     caplog.set_level(logging.INFO, logger="rankwise.seed")
     seed_everything(5)
     seed_everything(6, verbose=False)
@@ -117,6 +93,13 @@ def test_verbose(caplog: pytest.LogCaptureFixture) -> None:
     for flag in ("workers", "verbose"):
         with pytest.raises(InvalidTypeError, match=f"{flag}=None"):
             seed_everything(5, **{flag: None})  # type: ignore[arg-type]  # refused
+    for seed in (-1, 2**32):
+        with pytest.raises(InvalidArgumentError, match="seed="):
+            seed_everything(seed)
+    wrong: list[Any] = ["3", 1.5, True]
+    for seed in wrong:
+        with pytest.raises(InvalidTypeError, match="a whole number"):
+            seed_everything(seed)
 
 
 class Watched(torch.Generator):
@@ -141,26 +124,26 @@ def test_no_collection_while_a_generator_is_locked(monkeypatch: pytest.MonkeyPat
     assert gc.isenabled()
 
 
-def test_streams_that_are_not_parted() -> None:
-    """Blocks have no effect before ranks have streams of their own."""
-    with isolated_random_state(3):
-        expected = [draws() for _ in range(3)]
-    streams = RandomStreams()
-    with isolated_random_state(3):
-        found = [draws()]
-        with streams.shared("hook"):
-            found.append(draws())
-            with streams.own():
-                found.append(draws())
-    assert found == expected
-
-
 def test_streams_within_each_other() -> None:
     """Own numbers go on where they were; within a block of one name, another draws from the outer one's."""
     streams, found = RandomStreams(), []
-    streams.part(5, torch.device("cpu"), lambda: (0, 1))
     with isolated_random_state(3):
         expected = [draws() for _ in range(3)]
+    with (
+        isolated_random_state(3),
+        streams.shared("hook"),
+    ):  # has no effect before ranks have their own streams
+        first = draws()
+        with streams.own():
+            assert [first, draws(), draws()] == expected
+    streams.part(5, torch.device("cpu"), lambda: (0, 1))
+    with isolated_random_state(3):
+        before = get_random_state(torch.device("cpu"))
+        with streams.shared("hook"):
+            draws()
+            saved = streams.own_state(torch.device("cpu"))  # as a checkpoint does that a hook saves
+    assert saved["torch"].equal(before.pop("torch"))
+    assert {name: saved[name] for name in before} == before
     with isolated_random_state(3):
         found.append(draws())
         with streams.shared("outer"):
@@ -192,16 +175,3 @@ def test_streams_depend_on_the_position() -> None:
         by_rank.append(found)
     assert by_rank[0] == by_rank[1]
     assert len(set(by_rank[0])) == len(names)
-
-
-def test_the_own_state_within_a_block() -> None:
-    """A checkpoint that is saved in a hook has the state of the rank's own stream."""
-    streams = RandomStreams()
-    streams.part(5, torch.device("cpu"), tuple)
-    with isolated_random_state(3):
-        before = get_random_state(torch.device("cpu"))
-        with streams.shared("hook"):
-            draws()
-            saved = streams.own_state(torch.device("cpu"))
-    assert saved["torch"].equal(before.pop("torch"))
-    assert {name: saved[name] for name in before} == before

@@ -1,5 +1,6 @@
 """When training stops early."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,43 +20,30 @@ def epochs_with(folder: Path, stopping: EarlyStopping, *scores: float, **options
 
 
 def test_patience(tmp_path: Path) -> None:
-    """Training stops after that many epochs without a better value."""
+    """Training stops after that many epochs without a better value; the trainer's min_epochs come first."""
     stopping = EarlyStopping("score", patience=2)
     assert epochs_with(tmp_path, stopping, 3, 2, 2, 2.5, 1) == 4
     assert (stopping.best_score, stopping.wait_count, stopping.stopped_epoch) == (2, 2, 3)
-
-
-def test_improvement_resets_patience(tmp_path: Path) -> None:
-    """A better value starts the count again."""
-    assert epochs_with(tmp_path, EarlyStopping("score", patience=2), 3, 4, 2, 4, 1) == 5
-
-
-def test_mode(tmp_path: Path) -> None:
-    """With mode "max", more is better."""
-    assert epochs_with(tmp_path, EarlyStopping("score", patience=1, mode="max"), 1, 2, 3, 2, 9) == 4
-
-
-def test_min_delta(tmp_path: Path) -> None:
-    """A value that is hardly better does not count."""
-    assert epochs_with(tmp_path, EarlyStopping("score", patience=1, min_delta=0.5), 3, 2.8, 1) == 2
-
-
-def test_not_finite(tmp_path: Path) -> None:
-    """A NaN stops training at once, unless told otherwise."""
-    scores = (1, float("nan"), 0.5)
-    assert epochs_with(tmp_path, EarlyStopping("score"), *scores) == 2
-    assert epochs_with(tmp_path, EarlyStopping("score", check_finite=False), *scores) == 3
-
-
-def test_thresholds(tmp_path: Path) -> None:
-    """A value that is good enough, or hopelessly bad, stops training at once."""
-    assert epochs_with(tmp_path, EarlyStopping("score", stopping_threshold=0.1), 1, 0.05, 0.01) == 2
-    assert epochs_with(tmp_path, EarlyStopping("score", divergence_threshold=10), 1, 20, 1) == 2
-
-
-def test_min_epochs(tmp_path: Path) -> None:
-    """The trainer's min_epochs come first."""
     assert epochs_with(tmp_path, EarlyStopping("score", patience=0), 1, 2, 3, 4, min_epochs=3) == 3
+
+
+RUNS: dict[str, tuple[int, dict[str, Any], list[float]]] = {
+    "a better value starts the count again": (5, {"patience": 2}, [3, 4, 2, 4, 1]),
+    "with mode max, more is better": (4, {"patience": 1, "mode": "max"}, [1, 2, 3, 2, 9]),
+    "what is hardly better does not count": (2, {"patience": 1, "min_delta": 0.5}, [3, 2.8, 1]),
+    "a NaN stops at once": (2, {}, [1, math.nan, 0.5]),
+    "a NaN that may be": (3, {"check_finite": False}, [1, math.nan, 0.5]),
+    "good enough": (2, {"stopping_threshold": 0.1}, [1, 0.05, 0.01]),
+    "hopelessly bad": (2, {"divergence_threshold": 10}, [1, 20, 1]),
+}
+"""How many epochs run with these arguments and scores."""
+
+
+@pytest.mark.parametrize("what", RUNS)
+def test_when_it_stops(tmp_path: Path, what: str) -> None:
+    """All arguments decide."""
+    epochs, options, scores = RUNS[what]
+    assert epochs_with(tmp_path, EarlyStopping("score", **options), *scores) == epochs
 
 
 def saved_stop(folder: Path, *scores: float, **options: Any) -> Path:
@@ -119,32 +107,30 @@ def test_another_module_is_another_run(tmp_path: Path) -> None:
 
 
 def test_missing_metric(tmp_path: Path) -> None:
-    """A metric that nobody logs is an error, or is waited for."""
+    """It is an error, or is waited for; the nearest is suggested; no validations are an error, too."""
     with pytest.raises(ConfigurationError, match="finds no such metric"):
         epochs_with(tmp_path, EarlyStopping("other"), 1)
     assert epochs_with(tmp_path, EarlyStopping("other", strict=False), 1) == 1
-
-
-def test_a_misspelt_metric(tmp_path: Path) -> None:
-    """The nearest of the logged metrics is suggested, and all are listed."""
     with pytest.raises(ConfigurationError, match=r"no such metric. Did you mean 'score'\?") as caught:
         epochs_with(tmp_path, EarlyStopping("scroe"), 1)
     assert "logged so far: 'loss', 'score'" in str(caught.value)
+    stopping = EarlyStopping("loss", check_on_train_epoch_end=False)
+    with pytest.raises(
+        ConfigurationError, match=r"EarlyStopping\(check_on_train_epoch_end=False\) would never"
+    ):
+        trainer(tmp_path, callbacks=stopping).fit(Scripted(1), loader())
 
 
-def test_state_round_trip() -> None:
-    """The state brings the best score and the count along."""
+def test_wrong_values() -> None:
+    """They are refused in the constructor; the state brings the best score and the count along."""
+    wrong: list[dict[str, Any]] = [{"mode": "best"}, {"patience": -1}, {"min_delta": -0.1}]
+    for options in wrong:
+        with pytest.raises(InvalidArgumentError):
+            EarlyStopping("score", **options)
     stopping, resumed = EarlyStopping("score"), EarlyStopping("score")
     stopping.best_score, stopping.wait_count = 0.5, 2
     resumed.load_state_dict(stopping.state_dict())
     assert (resumed.best_score, resumed.wait_count) == (0.5, 2)
-
-
-@pytest.mark.parametrize("options", [{"mode": "best"}, {"patience": -1}, {"min_delta": -0.1}])
-def test_wrong_values(options: dict[str, Any]) -> None:
-    """Values that cannot work are refused in the constructor."""
-    with pytest.raises(InvalidArgumentError):
-        EarlyStopping("score", **options)
 
 
 @pytest.mark.parametrize(("when", "epochs"), [(None, 4), (False, 4), (True, 3)])
@@ -168,15 +154,6 @@ def test_each_validation_counts_once(tmp_path: Path, module: Scripted, options: 
     stopping = EarlyStopping("score")
     trainer(tmp_path, callbacks=stopping, val_check_interval=2, **options).fit(module, loader(), loader())
     assert (stopping.best_score, stopping.wait_count) == (1, 0)
-
-
-def test_validations_that_never_come(tmp_path: Path) -> None:
-    """Without any, `check_on_train_epoch_end=False` would check nothing."""
-    stopping = EarlyStopping("loss", check_on_train_epoch_end=False)
-    with pytest.raises(
-        ConfigurationError, match=r"EarlyStopping\(check_on_train_epoch_end=False\) would never"
-    ):
-        trainer(tmp_path, callbacks=stopping).fit(Scripted(1), loader())
 
 
 def test_verbose(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,5 +1,6 @@
 """Freezing a part of a module, and training it later."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,29 +45,12 @@ def test_the_backbone_is_trained_later(tmp_path: Path) -> None:
     assert callback.previous_backbone_lr == pytest.approx(0.1)
 
 
-def test_a_run_that_continues(tmp_path: Path) -> None:
-    """It trains what the first one did, at the same rates, to the same weights."""
-    whole, continued = WithBackbone(), WithBackbone()
-    saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
-    callbacks: list[Any] = [BackboneFinetuning(1, should_align=False, verbose=True), saving]
-    trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True, max_epochs=4).fit(whole, loader())
-    again = BackboneFinetuning(1, should_align=False)
-    path = tmp_path / "epoch=1.ckpt"
-    trainer(tmp_path, callbacks=again, max_epochs=4).fit(continued, loader(), ckpt_path=path)
-    assert continued.rates == whole.rates[2:]
-    assert continued.backbone[0].weight.tolist() == whole.backbone[0].weight.tolist()
-
-
 def test_no_backbone(tmp_path: Path) -> None:
-    """A module without one is refused before training."""
+    """A module without one is refused before training; the divisor, where nothing uses it."""
     with pytest.raises(ConfigurationError, match="finds no backbone"):
         trainer(tmp_path, callbacks=BackboneFinetuning()).fit(Line(), loader())
     with pytest.raises(InvalidArgumentError):
         BackboneFinetuning(-1)
-
-
-def test_a_divisor_that_nothing_uses() -> None:
-    """The rate of the backbone has arguments of its own; a subclass may use the divisor."""
 
     class Own(BackboneFinetuning):
         def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
@@ -77,44 +61,44 @@ def test_a_divisor_that_nothing_uses() -> None:
     assert Own(initial_denom_lr=5.0).initial_denom_lr == 5.0
 
 
-class NormOnly(BaseFinetuning):
-    """Freezes everything but batch normalisation."""
+class Frozen(BaseFinetuning):
+    """Freezes everything until the second epoch, or everything but batch normalisation."""
+
+    def __init__(self, *, norm: bool) -> None:
+        super().__init__()
+        self.norm = norm
 
     def freeze_before_training(self, module: Any) -> None:
-        self.freeze(module.backbone)
+        self.freeze(module.backbone, train_bn=not self.norm)
 
     def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
         if epoch == 1:
-            self.unfreeze_and_add_param_group(module.backbone, optimizer, train_bn=False)
+            self.unfreeze_and_add_param_group(module.backbone, optimizer, train_bn=self.norm)
 
 
-class AllFrozen(BaseFinetuning):
-    """Freezes everything, until the second epoch."""
-
-    def freeze_before_training(self, module: Any) -> None:
-        self.freeze(module.backbone, train_bn=False)
-
-    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(module.backbone, optimizer)
-
-
-def test_statistics_of_a_run_that_continues(tmp_path: Path) -> None:
-    """After the unfreeze batch normalisation goes on to update them."""
+@pytest.mark.parametrize(
+    "make",
+    [lambda: BackboneFinetuning(1, should_align=False, verbose=True), lambda: Frozen(norm=True)],
+)
+def test_a_run_that_continues(tmp_path: Path, make: Callable[[], BaseFinetuning]) -> None:
+    """It trains what the first one did, at the same rates, to the same weights and statistics."""
     whole, continued = WithBackbone(), WithBackbone()
     saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
-    callbacks: list[Any] = [AllFrozen(), saving]
+    callbacks: list[Any] = [make(), saving]
     trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True, max_epochs=4).fit(whole, loader())
     path = tmp_path / "epoch=1.ckpt"
-    trainer(tmp_path, callbacks=AllFrozen(), max_epochs=4).fit(continued, loader(), ckpt_path=path)
-    assert continued.backbone[1].track_running_stats
-    assert continued.backbone[1].running_mean.tolist() == whole.backbone[1].running_mean.tolist()
+    trainer(tmp_path, callbacks=make(), max_epochs=4).fit(continued, loader(), ckpt_path=path)
+    assert continued.rates == whole.rates[2:]
+    ours, theirs = continued.backbone, whole.backbone
+    assert ours[0].weight.tolist() == theirs[0].weight.tolist()
+    assert ours[1].track_running_stats
+    assert ours[1].running_mean.tolist() == theirs[1].running_mean.tolist()
 
 
 def test_batch_normalisation(tmp_path: Path) -> None:
     """It stays trainable unless told otherwise, and can be left out of a new group."""
     module = WithBackbone()
-    train = trainer(tmp_path, callbacks=NormOnly(), max_epochs=2)
+    train = trainer(tmp_path, callbacks=Frozen(norm=False), max_epochs=2)
     train.fit(module, loader())
     first, second = train.optimizers[0].param_groups
     assert len(first["params"]) == 4

@@ -73,9 +73,7 @@ def test_the_rates_of_a_search(tmp_path: Path) -> None:
     finder = LearningRateFinder(1e-4, 1e-2, 10, early_stop_threshold=None, update_attr=False)
     trainer(tmp_path, callbacks=finder, max_steps=2).fit(Rising(), loader())
     curve = curve_of(finder)
-    assert curve.results["lr"] == pytest.approx(
-        [1e-4 * 100 ** (number / 10) for number in (0, 2, 3, 4, 5, 6, 7, 8, 9, 10)]
-    )
+    assert curve.results["lr"] == pytest.approx([1e-4 * 100 ** (part / 10) for part in (0, *range(2, 11))])
     assert len(curve.results["loss"]) == 10
     finder = LearningRateFinder(0.1, 1.1, 10, "linear", early_stop_threshold=None, update_attr=False)
     trainer(tmp_path, callbacks=finder).fit(Rising(), loader(), [])
@@ -105,28 +103,22 @@ def test_a_search_leaves_no_traces(tmp_path: Path) -> None:
         logger, saving = Noting(), ModelCheckpoint(tmp_path / str(finder is None), save_top_k=-1)
         module = Rising()
         module.logs, module.lr = True, 0.1 if finder is None else 9.0
-        train = trainer(
-            tmp_path,
-            callbacks=[saving] if finder is None else [finder, saving],
-            logger=logger,
-            log_every_n_steps=1,
-            enable_checkpointing=True,
-            max_epochs=2,
-        )
+        options = {"log_every_n_steps": 1, "enable_checkpointing": True, "max_epochs": 2}
+        callbacks: list[Any] = [saving] if finder is None else [finder, saving]
+        train = trainer(tmp_path, callbacks=callbacks, logger=logger, **options)
         if finder is not None:
             finder.lr_find(train, module, loader(shuffle=True))
             assert module.lr == curve_of(finder).suggestion() != 9.0
             module.lr, train.callbacks = 0.1, [saving]
         train.fit(module, loader(shuffle=True), loader())
         files = sorted(path.name for path in Path(saving.dirpath or "").iterdir())
-        results.append(
-            (module.layer.weight.tolist(), module.rates, files, logger.noted, torch.rand(1).item())
-        )
+        weights, number = module.layer.weight.tolist(), torch.rand(1).item()
+        results.append((weights, module.rates, files, logger.noted, number))
     assert results[0] == results[1]
 
 
 def test_the_fit_uses_it(tmp_path: Path) -> None:
-    """`fit` searches first, and then trains with the suggestion; a fit that continues does not search."""
+    """`fit` searches first, and trains with the suggestion; one that continues keeps its learning rate."""
     finder, module = LearningRateFinder(1e-4, 1e-2, 20, attr_name="rate"), Rising()
     module.hparams = {"rate": 1.0}
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), module.hparams["rate"])  # type: ignore[method-assign]
@@ -137,12 +129,8 @@ def test_the_fit_uses_it(tmp_path: Path) -> None:
     train.max_epochs = 2
     train.fit(module, loader())
     assert finder.optimal_lr is curve
-
-
-def test_a_run_from_a_checkpoint(tmp_path: Path) -> None:
-    """It keeps its learning rate; the first start of a run that looks for its last checkpoint searches."""
     searched = []
-    for max_epochs in (1, 2):
+    for max_epochs in (1, 2):  # the first start of a run that looks for its last checkpoint searches
         finder = LearningRateFinder(1e-3, 1.0, 20)
         saving = ModelCheckpoint(tmp_path, save_last=True)
         train = trainer(
@@ -161,32 +149,51 @@ class Data(DataModule):
 
 
 def test_a_search_without_a_fit(tmp_path: Path) -> None:
-    """`lr_find` searches by itself; with a data module, and without an attribute to set."""
+    """`lr_find` searches by itself, with a data module, without an attribute to set, and copies no data."""
     module, finder = Rising(), LearningRateFinder(num_training_steps=20, update_attr=False)
     finder.lr_find(trainer(tmp_path), module, datamodule=Data())
     assert (module.lr, len(finder.optimal_lr.results["lr"] if finder.optimal_lr else [])) == (0.1, 20)
 
+    class Large(Dataset[Any]):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise MemoryError
 
-def test_a_trial_run(tmp_path: Path) -> None:
-    """`fast_dev_run` does not search, and says so."""
-    finder = LearningRateFinder()
-    with pytest.warns(UserWarning, match="does not search in a trial run"):
-        trainer(tmp_path, callbacks=finder, fast_dev_run=True).fit(Rising(), loader())
-    assert finder.optimal_lr is None
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> Any:
+            return samples()[index]
+
+    module = Rising()
+    module.data = Large()
+    module.net = nn.Identity()
+    finder = LearningRateFinder(num_training_steps=20)
+    trainer(tmp_path, callbacks=finder).fit(module, loader())
+    assert len(curve_of(finder).results["lr"]) == 20
 
 
 def test_no_suggestion(tmp_path: Path) -> None:
-    """After too few steps the module keeps its learning rate, and a warning says so."""
-    module = Rising()
+    """After too few steps the module keeps its learning rate; a trial run does not search; both are said."""
+    module, finder = Rising(), LearningRateFinder()
     with pytest.warns(UserWarning, match="suggests no learning rate after 5 steps"):
         trainer(tmp_path, callbacks=LearningRateFinder(num_training_steps=5)).fit(module, loader())
     assert module.lr == 0.1
+    with pytest.warns(UserWarning, match="does not search in a trial run"):
+        trainer(tmp_path, callbacks=finder, fast_dev_run=True).fit(Rising(), loader())
+    assert finder.optimal_lr is None
 
 
 class Manual(Line):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
+
+
+class Searching(Line):
+    """A search is a fit of its own."""
+
+    def on_train_epoch_start(self) -> None:
+        LearningRateFinder().lr_find(self.trainer, self)
 
 
 class WithLock(Line):
@@ -204,19 +211,10 @@ class WithLock(Line):
     ],
 )
 def test_refused(tmp_path: Path, module: Line, finder: LearningRateFinder, problem: str) -> None:
-    """What cannot be searched is an error before anything is trained."""
+    """What cannot be searched is an error before anything is trained; a hook cannot search."""
     with pytest.raises(ConfigurationError, match=problem):
         trainer(tmp_path, callbacks=finder).fit(module, loader())
     assert module.seen == []
-
-
-def test_within_a_fit(tmp_path: Path) -> None:
-    """A hook cannot search: a search is a fit of its own."""
-
-    class Searching(Line):
-        def on_train_epoch_start(self) -> None:
-            LearningRateFinder().lr_find(self.trainer, self)
-
     with pytest.raises(ConfigurationError, match="called within a fit"):
         trainer(tmp_path).fit(Searching(), loader())
 
@@ -259,24 +257,3 @@ def test_plot(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(MissingExtraError, match=r"rankwise\[plot\]"):
         curve.plot()
-
-
-def test_data_is_not_copied(tmp_path: Path) -> None:
-    """A copy of the module has the same data sets, which may be large."""
-
-    class Large(Dataset[Any]):
-        def __deepcopy__(self, memo: Any) -> Any:
-            raise MemoryError
-
-        def __len__(self) -> int:
-            return 8
-
-        def __getitem__(self, index: int) -> Any:
-            return samples()[index]
-
-    module = Rising()
-    module.data = Large()
-    module.net = nn.Identity()
-    finder = LearningRateFinder(num_training_steps=20)
-    trainer(tmp_path, callbacks=finder).fit(module, loader())
-    assert len(curve_of(finder).results["lr"]) == 20

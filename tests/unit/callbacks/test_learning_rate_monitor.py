@@ -50,30 +50,22 @@ def test_steps(tmp_path: Path) -> None:
     assert monitor.lrs == {"lr-SGD": [0.8, 0.4, 0.2, 0.1]}
 
 
-def test_epochs(tmp_path: Path) -> None:
-    """A rate that changes after each epoch is logged when an epoch begins."""
-    found = rows(tmp_path, LearningRateMonitor(), Decaying())
-    assert values(found, "lr-SGD") == [(0, 0.8), (4, 0.4)]
-
-
 def test_log_every_n_steps(tmp_path: Path) -> None:
-    """Steps are logged as often as the other metrics, and once per accumulation window."""
+    """Steps are logged as often as other metrics, and once per accumulation window; epochs as they begin."""
     module = Decaying(interval="step")
     found = rows(tmp_path, LearningRateMonitor("step"), module, log_every_n_steps=2)
     assert [step for step, _ in values(found, "lr-SGD")] == [1, 3, 5, 7]
     module = Decaying(interval="epoch")
     found = rows(tmp_path, LearningRateMonitor("step"), module, accumulate_grad_batches=2)
     assert values(found, "lr-SGD") == [(0, 0.8), (1, 0.8), (2, 0.4), (3, 0.4)]
-
-
-def test_epochs_of_a_scheduler_of_steps(tmp_path: Path) -> None:
-    """With logging_interval="epoch" only the value at each epoch's begin is logged."""
+    found = rows(tmp_path, LearningRateMonitor(), Decaying())
+    assert values(found, "lr-SGD") == [(0, 0.8), (4, 0.4)]
     found = rows(tmp_path, LearningRateMonitor("epoch"), Decaying(interval="step"))
     assert [step for step, _ in values(found, "lr-SGD")] == [0, 4]
 
 
 def test_momentum_and_weight_decay(tmp_path: Path) -> None:
-    """They follow the rate's name."""
+    """They follow the rate's name; for an optimizer without momentum it warns and logs 0."""
     module = Decaying()
     module.optimizer = torch.optim.AdamW(module.parameters(), 0.1, betas=(0.7, 0.9), weight_decay=0.3)
     monitor = LearningRateMonitor(log_momentum=True, log_weight_decay=True)
@@ -81,6 +73,12 @@ def test_momentum_and_weight_decay(tmp_path: Path) -> None:
     assert (first["lr-AdamW-momentum"], first["lr-AdamW-weight_decay"]) == ("0.7", "0.3")
     assert monitor.last_momentum_values == {"lr-AdamW-momentum": 0.7}
     assert monitor.last_weight_decay_values == {"lr-AdamW-weight_decay": 0.3}
+    module = Decaying()
+    module.optimizer = torch.optim.Adagrad(module.parameters(), 0.1)
+    monitor = LearningRateMonitor(log_momentum=True)
+    with pytest.warns(UserWarning, match="logs 0 for the optimizers that have no momentum"):
+        rows(tmp_path, monitor, module)
+    assert monitor.last_momentum_values == {"lr-Adagrad-momentum": 0}
 
 
 class TwoGroups(Line):
@@ -129,13 +127,6 @@ class TwoOptimizers(Line):
         return [first, second], [{"scheduler": scheduler, "name": "own"}]
 
 
-def test_two_optimizers(tmp_path: Path) -> None:
-    """In manual optimisation all optimizers are logged; a scheduler's name counts."""
-    monitor = LearningRateMonitor("step")
-    rows(tmp_path, monitor, TwoOptimizers(), max_epochs=1, log_every_n_steps=2)
-    assert monitor.lrs == {"own": [0.1, 0.1], "lr-SGD": [0.1, 0.1]}
-
-
 class EverySecond(TwoOptimizers):
     """Steps in every second batch."""
 
@@ -144,46 +135,31 @@ class EverySecond(TwoOptimizers):
             super().training_step(batch, batch_idx)
 
 
-def test_batches_without_a_step(tmp_path: Path) -> None:
-    """In manual optimisation each batch counts as one step, whatever it steps, as in Lightning."""
+def test_two_optimizers(tmp_path: Path) -> None:
+    """In manual optimisation all are logged, by a scheduler's name; each batch is a step, as in Lightning."""
+    monitor = LearningRateMonitor("step")
+    rows(tmp_path, monitor, TwoOptimizers(), max_epochs=1, log_every_n_steps=2)
+    assert monitor.lrs == {"own": [0.1, 0.1], "lr-SGD": [0.1, 0.1]}
     found = rows(tmp_path, LearningRateMonitor("step"), EverySecond(), max_epochs=1)
     assert values(found, "lr-SGD") == [(0, 0.1), (1, 0.1), (2, 0.1), (3, 0.1)]
 
 
-def test_callback_metrics(tmp_path: Path) -> None:
-    """Other callbacks can read the rate."""
-    train = trainer(tmp_path, callbacks=LearningRateMonitor(), logger=True, max_epochs=1)
-    train.fit(Decaying(), loader())
-    assert float(train.callback_metrics["lr-SGD"]) == 0.8
-
-
-def test_an_optimizer_without_momentum(tmp_path: Path) -> None:
-    """Asked for the momentum of one that has none, it warns and logs 0."""
-    module = Decaying()
-    module.optimizer = torch.optim.Adagrad(module.parameters(), 0.1)
-    monitor = LearningRateMonitor(log_momentum=True)
-    with pytest.warns(UserWarning, match="logs 0 for the optimizers that have no momentum"):
-        rows(tmp_path, monitor, module)
-    assert monitor.last_momentum_values == {"lr-Adagrad-momentum": 0}
-
-
 def test_no_logger(tmp_path: Path) -> None:
-    """Without a logger it is refused before training; a short trial run has none and is not."""
+    """Without a logger it is refused before training, but for a short trial run; so is another interval."""
     with pytest.raises(ConfigurationError, match="has no logger"):
         trainer(tmp_path, callbacks=LearningRateMonitor()).fit(Line(), loader())
     trainer(tmp_path, callbacks=LearningRateMonitor(), fast_dev_run=True).fit(Line(), loader())
-
-
-def test_wrong_interval() -> None:
-    """Another interval is refused."""
     with pytest.raises(InvalidArgumentError, match="logging_interval"):
         LearningRateMonitor("batch")
 
 
 def test_checkpoints_do_not_grow(tmp_path: Path) -> None:
-    """The record is in memory only: a checkpoint has as much of it after many steps as after none."""
+    """The record is in memory only; other callbacks can read the rate."""
     monitor, saving = LearningRateMonitor(), ModelCheckpoint(tmp_path)
     train = trainer(tmp_path, callbacks=[monitor, saving], logger=True, enable_checkpointing=True)
     train.fit(Decaying(interval="step"), loader())
     saved = TorchCheckpointIO().load_checkpoint(saving.best_model_path)
     assert monitor.state_key not in saved["callbacks"]
+    train = trainer(tmp_path, callbacks=monitor, logger=True)
+    train.fit(Decaying(), loader())
+    assert float(train.callback_metrics["lr-SGD"]) == 0.8

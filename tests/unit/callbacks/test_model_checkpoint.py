@@ -1,5 +1,6 @@
 """When checkpoints are saved, which are kept, and what they are called."""
 
+import math
 import os
 import time
 from datetime import timedelta
@@ -10,7 +11,7 @@ import pytest
 from typing_extensions import override
 
 from rankwise.callbacks import ModelCheckpoint
-from rankwise.checkpoint import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
+from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
 from rankwise.errors import CheckpointError, ConfigurationError, InvalidArgumentError, InvalidTypeError
 from tests.unit.trainer.helpers import Line, loader, trainer
 
@@ -26,6 +27,10 @@ class Scripted(Line):
         self.log("score", self.scores[self.current_epoch])
 
 
+def load(path: Path | str) -> dict[str, Any]:
+    return TorchCheckpointIO().load_checkpoint(path)
+
+
 def fit(
     folder: Path, saving: ModelCheckpoint, *scores: float, ckpt_path: Path | None = None, **options: Any
 ) -> list[str]:
@@ -37,60 +42,105 @@ def fit(
     return sorted(path.name for path in Path(saving.dirpath or "").iterdir())
 
 
-def test_latest_is_kept(tmp_path: Path) -> None:
-    """Without a metric the latest checkpoint is kept, under its epoch and step."""
-    saving = ModelCheckpoint(tmp_path)
-    assert fit(tmp_path, saving, 1, 1) == ["epoch=1-step=8.ckpt"]
-    assert saving.best_model_path == str(tmp_path / "epoch=1-step=8.ckpt")
-    assert saving.best_model_score is None
+MONITOR, SECOND, HALVES = {"monitor": "score"}, {"check_val_every_n_epoch": 2}, {"val_check_interval": 0.5}
+SCORED = {"filename": "{epoch}", **MONITOR}
+EPOCHS, STEPS = ({"filename": name, "save_top_k": -1} for name in ("{epoch}", "{step}"))
+NEWEST = {"filename": "{epoch}", "save_top_k": 2, "mode": "max"}
+AT_END, AT_VALIDATION = ({"save_on_train_epoch_end": at_end} for at_end in (True, False))
+RUNS: dict[str, tuple[dict[str, Any], list[float], dict[str, Any], str]] = {
+    "the latest, without a metric": ({}, [1, 1], {}, "epoch=1-step=8"),
+    "all, with -1": ({"save_top_k": -1}, [1, 1, 1], {}, "epoch=0-step=4 epoch=1-step=8 epoch=2-step=12"),
+    "a NaN gives way to any number": ({**SCORED}, [math.nan, 0.5, math.nan], {}, "epoch=1"),
+    "only the last, with 0": ({"save_top_k": 0, "save_last": True}, [1, 1], {}, "last"),
+    "every second epoch": ({**EPOCHS, "every_n_epochs": 2}, [1, 1, 1, 1], {}, "epoch=1 epoch=3"),
+    "steps are counted over epochs, once per optimizer step": (
+        {**STEPS, "every_n_train_steps": 3},
+        [1, 1, 1],
+        {"accumulate_grad_batches": 2},
+        "step=3 step=6",
+    ),
+    "an epoch without validation has no score": (
+        {**SCORED, "save_top_k": 2},
+        [0.3, 0.2, 0.1],
+        {"check_val_every_n_epoch": 2},
+        "epoch=1",
+    ),
+    "validated in the middle of an epoch": ({**STEPS, **MONITOR}, [1], HALVES, "step=2 step=4"),
+    "... for steps": ({**STEPS, **MONITOR, **AT_VALIDATION}, [1], HALVES, "step=2 step=4"),
+    "... unless only the end of an epoch counts": ({**STEPS, **MONITOR, **AT_END}, [1], HALVES, "step=4"),
+    "validated every second epoch": ({**EPOCHS, "monitor": "loss"}, [1] * 4, SECOND, "epoch=1 epoch=3"),
+    "... for epochs": ({**EPOCHS, "monitor": "loss", **AT_VALIDATION}, [1] * 4, SECOND, "epoch=1 epoch=3"),
+    "... but every epoch is saved": (
+        {**EPOCHS, "monitor": "loss", **AT_END},
+        [1] * 4,
+        SECOND,
+        "epoch=0 epoch=1 epoch=2 epoch=3",
+    ),
+    "a step waits for the first validation, the last one for that of its epoch": (
+        {"filename": "{step}-{score:.0f}", **MONITOR, "save_top_k": -1, "every_n_train_steps": 2},
+        [7, 8],
+        {},
+        "step=4-score=7 step=6-score=7 step=8-score=8",
+    ),
+    "not again when training stops after a validation": (
+        {"save_top_k": -1},
+        [1],
+        {"val_check_interval": 2, "max_steps": 2},
+        "epoch=0-step=2",
+    ),
+    "no epoch": ({"every_n_epochs": 0}, [1, 1], {}, ""),
+    "no step": ({"every_n_train_steps": 0}, [1, 1], {}, ""),
+    "the newest by step": ({**NEWEST, "monitor": "step"}, [1, 1, 1], {}, "epoch=1 epoch=2"),
+    "the newest by epoch": ({**NEWEST, "monitor": "epoch"}, [1, 1, 1], {}, "epoch=1 epoch=2"),
+    "the oldest": ({**NEWEST, "monitor": "epoch", "mode": "min"}, [1, 1, 1], {}, "epoch=0 epoch=1"),
+    "values without names": (
+        {"filename": "at-{epoch:02d}-{score:.1f}", "auto_insert_metric_name": False},
+        [1, 0.5],
+        {},
+        "at-01-0.5",
+    ),
+}
+"""Arguments of the callback, scores, arguments of the trainer, and the files that are left."""
+
+
+@pytest.mark.parametrize("what", RUNS)
+def test_what_is_kept(tmp_path: Path, what: str) -> None:
+    """When checkpoints are saved, which of them stay, and what they are called."""
+    options, scores, more, names = RUNS[what]
+    (tmp_path / "own").mkdir()
+    saving = ModelCheckpoint(tmp_path / "own", **options)
+    assert fit(tmp_path, saving, *scores, **more) == [f"{name}.ckpt" for name in names.split()]
+    assert Path(saving.last_model_path).name == ("last.ckpt" if "save_last" in options else "")
+    if not options:
+        assert saving.best_model_path == str(tmp_path / "own" / "epoch=1-step=8.ckpt")
+        assert saving.best_model_score is None
 
 
 @pytest.mark.parametrize(("mode", "best"), [("min", 0.2), ("max", 0.9)])
-def test_best_is_kept(tmp_path: Path, mode: str, best: float) -> None:
-    """With a metric the best one is kept, and its path and score are known."""
+def test_best_two_are_kept(tmp_path: Path, mode: str, best: float) -> None:
+    """The best of a metric stay with their scores, and the worse of two is known."""
     saving = ModelCheckpoint(tmp_path, "{epoch}-{score:.1f}", monitor="score", mode=mode)
     scores = (0.5, 0.2, 0.9, 0.4)
     name = f"epoch={scores.index(best)}-score={best}.ckpt"
     assert fit(tmp_path, saving, *scores) == [name]
     assert saving.best_model_path == str(tmp_path / name)
     assert float(saving.best_model_score or 0) == pytest.approx(best)
+    saving = ModelCheckpoint(tmp_path / "two", "{epoch}", monitor="score", save_top_k=2)
+    assert fit(tmp_path, saving, *scores) == ["epoch=1.ckpt", "epoch=3.ckpt"]
+    assert saving.kth_best_model_path == str(tmp_path / "two" / "epoch=3.ckpt")
 
 
-def test_best_two_are_kept(tmp_path: Path) -> None:
-    """With save_top_k=2 the two best stay, and the worse of them is known."""
-    saving = ModelCheckpoint(tmp_path, "{epoch}", monitor="score", save_top_k=2)
-    assert fit(tmp_path, saving, 0.5, 0.2, 0.9, 0.4) == ["epoch=1.ckpt", "epoch=3.ckpt"]
-    assert saving.kth_best_model_path == str(tmp_path / "epoch=3.ckpt")
-
-
-def test_all_are_kept(tmp_path: Path) -> None:
-    """With save_top_k=-1 nothing is removed."""
-    assert len(fit(tmp_path, ModelCheckpoint(tmp_path, save_top_k=-1), 1, 1, 1)) == 3
-
-
-def test_not_a_number_is_no_best(tmp_path: Path) -> None:
-    """A NaN gives way to any number."""
-    saving = ModelCheckpoint(tmp_path, "{epoch}", monitor="score")
-    assert fit(tmp_path, saving, float("nan"), 0.5, float("nan")) == ["epoch=1.ckpt"]
-
-
-class FailsSecond(CheckpointIO):
+class FailsSecond(TorchCheckpointIO):  # type: ignore[misc]  # one that differs from the real one in this alone
     """Writes the first and the third checkpoint, but not the second."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    count = 0
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any) -> None:
         self.count += 1
         if self.count == 2:
             raise CheckpointError(path=os.fspath(path), problem="could not be written: no space")
-        TorchCheckpointIO().save_checkpoint(checkpoint, path)
-
-    def load_checkpoint(self, path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
-        return TorchCheckpointIO().load_checkpoint(path, map_location)
-
-    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        TorchCheckpointIO().remove_checkpoint(path)
+        super().save_checkpoint(checkpoint, path)
 
 
 @pytest.mark.parametrize("writes", ["at once", "in a thread"])
@@ -102,32 +152,21 @@ def test_a_failed_save_leaves_the_file_before_it(tmp_path: Path, writes: str) ->
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["epoch=0-step=4.ckpt"]
 
 
-def test_last(tmp_path: Path) -> None:
-    """save_last writes last.ckpt too; save_top_k=0 writes nothing else."""
-    saving = ModelCheckpoint(tmp_path, save_top_k=0, save_last=True)
-    assert fit(tmp_path, saving, 1, 1) == ["last.ckpt"]
-    assert saving.last_model_path == str(tmp_path / "last.ckpt")
-
-
-def test_every_n_epochs(tmp_path: Path) -> None:
-    """Only every second epoch is saved."""
-    saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, every_n_epochs=2)
-    assert fit(tmp_path, saving, 1, 1, 1, 1) == ["epoch=1.ckpt", "epoch=3.ckpt"]
-
-
-def test_every_n_train_steps(tmp_path: Path) -> None:
-    """Steps are counted over epochs, once per optimizer step even when gradients are accumulated."""
-    saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=3)
-    files = fit(tmp_path, saving, 1, 1, 1, accumulate_grad_batches=2)
-    assert files == ["step=3.ckpt", "step=6.ckpt"]
-
-
-def test_other_runs_files_are_left(tmp_path: Path) -> None:
-    """A file of another run is not overwritten: the new one gets a version."""
-    (tmp_path / "model.ckpt").write_text("precious")
-    saving = ModelCheckpoint(tmp_path, "model")
-    assert fit(tmp_path, saving, 1, 1) == ["model-v1.ckpt", "model.ckpt"]
-    assert (tmp_path / "model.ckpt").read_text() == "precious"
+def test_another_runs_files_are_left(tmp_path: Path) -> None:
+    """A new file gets a version; a second run has a last checkpoint of its own, and replaces only that."""
+    folder = tmp_path / "other"
+    folder.mkdir()
+    (folder / "model.ckpt").write_text("precious")
+    saving = ModelCheckpoint(folder, "model")
+    assert fit(folder, saving, 1, 1) == ["model-v1.ckpt", "model.ckpt"]
+    assert (folder / "model.ckpt").read_text() == "precious"
+    for number, max_epochs in enumerate([1, 2]):
+        saving = ModelCheckpoint(tmp_path, save_top_k=0, save_last=True)
+        fit(tmp_path, saving, *[1] * max_epochs)
+        name = "last-v1.ckpt" if number else "last.ckpt"
+        assert saving.last_model_path == str(tmp_path / name)
+    epochs = {path.name: load(path)["epoch"] for path in tmp_path.glob("*.ckpt")}
+    assert epochs == {"last.ckpt": 0, "last-v1.ckpt": 1}
 
 
 class SlowIO(TorchCheckpointIO):  # type: ignore[misc]  # one that differs from the real one in this alone
@@ -140,53 +179,22 @@ class SlowIO(TorchCheckpointIO):  # type: ignore[misc]  # one that differs from 
 
 
 def test_files_that_a_thread_has_yet_to_write_are_left(tmp_path: Path) -> None:
-    """A worse checkpoint does not take the name of a better one that is still waiting to be written."""
+    """A worse checkpoint, or another callback's, does not take the name of one that waits to be written."""
     saving = ModelCheckpoint(tmp_path, "best", monitor="score", mode="max", save_top_k=2)
     plugin = AsyncCheckpointIO(SlowIO())
     assert fit(tmp_path, saving, 9, 1, plugins=plugin) == ["best-v1.ckpt", "best.ckpt"]
-    assert TorchCheckpointIO().load_checkpoint(saving.best_model_path)["epoch"] == 0
-
-
-def test_files_of_another_callback_are_left(tmp_path: Path) -> None:
-    """Two callbacks that save under one name in one folder at once get a file each."""
-    savings = [ModelCheckpoint(tmp_path, "best", monitor="score", mode=mode) for mode in ("max", "min")]
-    plugin = AsyncCheckpointIO(SlowIO())
-    train = trainer(tmp_path, callbacks=savings, enable_checkpointing=True, max_epochs=2, plugins=plugin)
+    assert load(saving.best_model_path)["epoch"] == 0
+    folder = tmp_path / "two"
+    savings = [ModelCheckpoint(folder, "best", monitor="score", mode=mode) for mode in ("max", "min")]
+    options = {"enable_checkpointing": True, "max_epochs": 2, "plugins": AsyncCheckpointIO(SlowIO())}
+    train = trainer(tmp_path, callbacks=savings, **options)
     train.fit(Scripted(9, 1), loader(), loader())
-    best = [TorchCheckpointIO().load_checkpoint(saving.best_model_path)["epoch"] for saving in savings]
+    best = [load(saving.best_model_path)["epoch"] for saving in savings]
     assert best == [0, 1]
 
 
-@pytest.mark.parametrize("filename", ["last", "last-v1"])
-def test_last_is_no_name_for_the_best(filename: str) -> None:
-    """With save_last the other checkpoints have another name; without it they may have this one."""
-    with pytest.raises(InvalidArgumentError, match=r"filename='last.*save_last=True uses this one"):
-        ModelCheckpoint(filename=filename, save_last=True)
-    ModelCheckpoint(filename=filename)
-
-
-def test_the_last_checkpoint_of_another_run_is_left(tmp_path: Path) -> None:
-    """A second run in the same folder has a last checkpoint of its own, and replaces only that one."""
-    for number, max_epochs in enumerate([1, 2]):
-        saving = ModelCheckpoint(tmp_path, save_top_k=0, save_last=True)
-        fit(tmp_path, saving, *[1] * max_epochs)
-        name = "last-v1.ckpt" if number else "last.ckpt"
-        assert saving.last_model_path == str(tmp_path / name)
-    epochs = {path.name: TorchCheckpointIO().load_checkpoint(path)["epoch"] for path in tmp_path.iterdir()}
-    assert epochs == {"last.ckpt": 0, "last-v1.ckpt": 1}
-
-
-def test_another_module_is_another_run(tmp_path: Path) -> None:
-    """A trainer that fits a second module keeps the last checkpoint of the first, as in a k-fold script."""
-    saving = ModelCheckpoint(tmp_path, save_top_k=0, save_last=True)
-    train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True)
-    train.fit(Line(), loader())
-    train.fit(Line(), loader())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["last-v1.ckpt", "last.ckpt"]
-
-
 def test_the_best_of_another_module_does_not_compete(tmp_path: Path) -> None:
-    """A second module's checkpoints are compared with each other, and the first one's stay."""
+    """A second module's checkpoints, as in a k-fold script, compete with each other; the first's stay."""
     saving = ModelCheckpoint(tmp_path, "{epoch}-{score}", monitor="score")
     train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True, max_epochs=2)
     for scores, best in (((0.1, 0.2), "epoch=0-score=0.1.ckpt"), ((0.7, 0.5), "epoch=1-score=0.5.ckpt")):
@@ -194,57 +202,51 @@ def test_the_best_of_another_module_does_not_compete(tmp_path: Path) -> None:
         assert Path(saving.best_model_path).name == best
         assert float(saving.best_model_score or 0) == pytest.approx(min(scores))
     assert len(list(tmp_path.glob("*.ckpt"))) == 2
+    saving = ModelCheckpoint(tmp_path / "last", save_top_k=0, save_last=True)
+    train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True)
+    for _ in range(2):
+        train.fit(Line(), loader())
+    assert sorted(path.name for path in (tmp_path / "last").iterdir()) == ["last-v1.ckpt", "last.ckpt"]
 
 
 def test_a_run_that_continues_replaces_its_last(tmp_path: Path) -> None:
-    """A run that continues from a last checkpoint, or from another of its own, writes that file again."""
+    """Whatever checkpoint of its own it continues from; two callbacks write a file each."""
     for epochs, ckpt_path in [(1, None), (2, "last"), (3, "best"), (4, tmp_path / "last.ckpt")]:
         saving = ModelCheckpoint(tmp_path, "{epoch}", save_last=True)
         train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True, max_epochs=epochs)
         path = tmp_path / f"epoch={epochs - 2}.ckpt" if ckpt_path == "best" else ckpt_path
         train.fit(Line(), loader(), ckpt_path=path)
         assert sorted(path.name for path in tmp_path.iterdir()) == [f"epoch={epochs - 1}.ckpt", "last.ckpt"]
-        assert TorchCheckpointIO().load_checkpoint(tmp_path / "last.ckpt")["epoch"] == epochs - 1
-
-
-def test_two_callbacks_with_a_last_each(tmp_path: Path) -> None:
-    """Two callbacks in one folder do not write one file, neither in a first run nor in one that continues."""
+        assert load(tmp_path / "last.ckpt")["epoch"] == epochs - 1
+    folder = tmp_path / "two"
     for epochs in (1, 2):
         savings = [
-            ModelCheckpoint(tmp_path, save_top_k=0, save_last=True, every_n_epochs=1),
-            ModelCheckpoint(tmp_path, save_top_k=0, save_last=True, every_n_train_steps=1),
+            ModelCheckpoint(folder, save_top_k=0, save_last=True, every_n_epochs=1),
+            ModelCheckpoint(folder, save_top_k=0, save_last=True, every_n_train_steps=1),
         ]
         train = trainer(tmp_path, callbacks=savings, enable_checkpointing=True, max_epochs=epochs)
         train.fit(Line(), loader(), ckpt_path="last")
-        assert len({saving.last_model_path for saving in savings}) == len(list(tmp_path.iterdir())) == 2
+        assert len({saving.last_model_path for saving in savings}) == len(list(folder.iterdir())) == 2
 
 
-def test_only_validated_epochs_compete(tmp_path: Path) -> None:
-    """An epoch without validation is not saved under the score of an earlier one."""
-    saving = ModelCheckpoint(tmp_path, "{epoch}", monitor="score", save_top_k=2)
-    assert fit(tmp_path, saving, 0.3, 0.2, 0.1, check_val_every_n_epoch=2) == ["epoch=1.ckpt"]
-
-
-@pytest.mark.parametrize(("at_end", "steps"), [(None, [2, 4]), (False, [2, 4]), (True, [4])])
-def test_validation_within_an_epoch(tmp_path: Path, at_end: bool | None, steps: list[int]) -> None:
-    """A validation in the middle of an epoch is a chance to save, unless only the end of an epoch is."""
-    saving = ModelCheckpoint(
-        tmp_path, "{step}", monitor="score", save_top_k=-1, save_on_train_epoch_end=at_end
-    )
-    assert fit(tmp_path, saving, 1, val_check_interval=0.5) == [f"step={step}.ckpt" for step in steps]
-
-
-def test_default_folder(tmp_path: Path) -> None:
-    """Checkpoints lie in the logger's folder."""
-    saving = ModelCheckpoint()
-    fit(tmp_path, saving, 1, logger=True)
+def test_default_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Checkpoints lie in the logger's folder, and each file is logged if asked for."""
+    saving = ModelCheckpoint(verbose=True)
+    with caplog.at_level("INFO", "rankwise"):
+        fit(tmp_path, saving, 1, logger=True)
     assert saving.dirpath == str(tmp_path / "rankwise_logs" / "version_0" / "checkpoints")
+    text = f"ModelCheckpoint: epoch 0, step 4: saved {saving.dirpath}/epoch=0-step=4.ckpt"
+    assert text in caplog.messages
 
 
 def test_missing_metric(tmp_path: Path) -> None:
-    """A metric that nobody logs is an error that says what was logged."""
+    """It is an error that says what was logged; so are validations that are waited for and never come."""
     with pytest.raises(ConfigurationError, match=r"monitor='accuracy'.*\n.*'loss', 'score'"):
         fit(tmp_path, ModelCheckpoint(tmp_path, monitor="accuracy"), 1)
+    saving = ModelCheckpoint(tmp_path, save_on_train_epoch_end=False)
+    train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True)
+    with pytest.raises(ConfigurationError, match="would never act: it waits for validations"):
+        train.fit(Line(), loader())
 
 
 def test_state_round_trip(tmp_path: Path) -> None:
@@ -259,49 +261,35 @@ def test_state_round_trip(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("error", "refused"),
     [
-        {"mode": "best"},
-        {"save_top_k": -2},
-        {"every_n_epochs": -1},
-        {"every_n_train_steps": -1},
-        {"save_last": "copy"},
-        {"filename": "{epoch:.2q}"},
-        {"filename": "../{epoch}"},
-        {"filename": "/tmp/{epoch}"},
+        (InvalidArgumentError, [{"mode": "best"}, {"save_top_k": -2}, {"save_last": "copy"}]),
+        (InvalidArgumentError, [{"every_n_epochs": -1}, {"every_n_train_steps": -1}]),
+        (
+            InvalidArgumentError,
+            [{"filename": each} for each in ("{epoch:.2q}", "../{epoch}", "/tmp/{epoch}")],
+        ),
+        (InvalidTypeError, [{"train_time_interval": 60}]),
+        (ConfigurationError, [{"save_top_k": 2}, {"every_n_epochs": 1, "every_n_train_steps": 1}]),
+        (ConfigurationError, [{"every_n_epochs": 1, "train_time_interval": timedelta(hours=1)}]),
+        (ConfigurationError, [{"every_n_train_steps": 1, **AT_END}, {"every_n_epochs": 0, **AT_END}]),
+        (ConfigurationError, [{"train_time_interval": timedelta(hours=1), **AT_VALIDATION}]),
     ],
 )
-def test_wrong_values(options: dict[str, Any]) -> None:
-    """Values that cannot work are refused in the constructor."""
-    with pytest.raises(InvalidArgumentError):
-        ModelCheckpoint(**options)
-
-
-def test_an_interval_that_is_no_time() -> None:
-    """Seconds as a number are refused."""
-    with pytest.raises(InvalidTypeError, match="train_time_interval"):
-        ModelCheckpoint(train_time_interval=60)  # type: ignore[arg-type]  # the mistake
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"save_top_k": 2},
-        {"every_n_epochs": 1, "every_n_train_steps": 1},
-        {"every_n_epochs": 1, "train_time_interval": timedelta(hours=1)},
-        {"every_n_train_steps": 1, "save_on_train_epoch_end": True},
-        {"train_time_interval": timedelta(hours=1), "save_on_train_epoch_end": False},
-        {"every_n_epochs": 0, "save_on_train_epoch_end": True},
-    ],
-)
-def test_contradictions(options: dict[str, Any]) -> None:
-    """Values that contradict each other are refused in the constructor."""
-    with pytest.raises(ConfigurationError):
-        ModelCheckpoint(**options)
+def test_wrong_values(error: type[Exception], refused: list[dict[str, Any]]) -> None:
+    """Values that cannot work, or contradict each other, are refused in the constructor."""
+    for options in refused:
+        with pytest.raises(error) as caught:
+            ModelCheckpoint(**options)
+        assert error is not InvalidTypeError or "train_time_interval" in str(caught.value)
+    for filename in ("last", "last-v1"):  # which others may have without save_last
+        with pytest.raises(InvalidArgumentError, match=r"filename='last.*save_last=True uses this one"):
+            ModelCheckpoint(filename=filename, save_last=True)
+        ModelCheckpoint(filename=filename)
 
 
 def test_a_linked_last(tmp_path: Path) -> None:
-    """With save_last="link" the last checkpoint takes no space, and stays when the other is removed."""
+    """It takes no space, and stays when the other is removed; a thread makes it after the file."""
     saving = ModelCheckpoint(tmp_path, "{epoch}", monitor="score", save_last="link")
     assert fit(tmp_path, saving, 2, 1) == ["epoch=1.ckpt", "last.ckpt"]
     last = Path(saving.last_model_path)
@@ -309,8 +297,11 @@ def test_a_linked_last(tmp_path: Path) -> None:
     last.unlink()
     saving = ModelCheckpoint(tmp_path / "worse", "{epoch}", monitor="score", save_last="link")
     assert fit(tmp_path, saving, 1, 2) == ["epoch=0.ckpt", "last.ckpt"]
-    assert TorchCheckpointIO().load_checkpoint(saving.last_model_path)["epoch"] == 1
-    assert TorchCheckpointIO().load_checkpoint(saving.best_model_path)["epoch"] == 0
+    assert load(saving.last_model_path)["epoch"] == 1
+    assert load(saving.best_model_path)["epoch"] == 0
+    saving = ModelCheckpoint(tmp_path / "thread", "{epoch}", save_last="link")
+    assert fit(tmp_path, saving, 1, 1, plugins=AsyncCheckpointIO()) == ["epoch=1.ckpt", "last.ckpt"]
+    assert Path(saving.last_model_path).samefile(saving.best_model_path)
 
 
 def test_a_symbolic_link_as_last(tmp_path: Path) -> None:
@@ -327,44 +318,12 @@ def test_a_symbolic_link_as_last(tmp_path: Path) -> None:
     assert best.read_bytes() == before
 
 
-def test_a_linked_last_in_a_thread(tmp_path: Path) -> None:
-    """The thread that writes makes the link, after the file."""
-    saving = ModelCheckpoint(tmp_path, "{epoch}", save_last="link")
-    assert fit(tmp_path, saving, 1, 1, plugins=AsyncCheckpointIO()) == ["epoch=1.ckpt", "last.ckpt"]
-    assert Path(saving.last_model_path).samefile(saving.best_model_path)
-
-
-@pytest.mark.parametrize("off", [{"every_n_epochs": 0}, {"every_n_train_steps": 0}])
-def test_never(tmp_path: Path, off: dict[str, Any]) -> None:
-    """An interval of 0 saves nothing."""
-    tmp_path.joinpath("own").mkdir()
-    assert fit(tmp_path, ModelCheckpoint(tmp_path / "own", **off), 1, 1) == []
-
-
-@pytest.mark.parametrize(("monitor", "mode"), [("step", "max"), ("epoch", "max"), ("epoch", "min")])
-def test_progress_as_metric(tmp_path: Path, monitor: str, mode: str) -> None:
-    """The newest, or the oldest, are kept without a metric of the module."""
-    saving = ModelCheckpoint(tmp_path, "{epoch}", monitor=monitor, mode=mode, save_top_k=2)
-    expected = ["epoch=0.ckpt", "epoch=1.ckpt"] if mode == "min" else ["epoch=1.ckpt", "epoch=2.ckpt"]
-    assert fit(tmp_path, saving, 1, 1, 1) == expected
-
-
-def test_names_without_metric_names(tmp_path: Path) -> None:
-    """With auto_insert_metric_name=False there are values only."""
-    saving = ModelCheckpoint(tmp_path, "at-{epoch:02d}-{score:.1f}", auto_insert_metric_name=False)
-    assert fit(tmp_path, saving, 1, 0.5) == ["at-01-0.5.ckpt"]
-
-
 def test_no_versions(tmp_path: Path) -> None:
-    """With enable_version_counter=False another run's file of the same name is replaced."""
+    """A file of that name is replaced; a symbolic link, and not the file that it names."""
     for epochs in (2, 1):
         saving = ModelCheckpoint(tmp_path, "mine", enable_version_counter=False, save_last=True)
         assert fit(tmp_path, saving, *[1] * epochs) == ["last.ckpt", "mine.ckpt"]
-    assert TorchCheckpointIO().load_checkpoint(tmp_path / "mine.ckpt")["epoch"] == 0
-
-
-def test_no_versions_beside_a_link(tmp_path: Path) -> None:
-    """A symbolic link of that name is replaced, and not the file that it names."""
+    assert load(tmp_path / "mine.ckpt")["epoch"] == 0
     precious = tmp_path / "precious.ckpt"
     precious.write_text("precious")
     folder = tmp_path / "own"
@@ -378,45 +337,24 @@ def test_no_versions_beside_a_link(tmp_path: Path) -> None:
 
 
 def test_weights_only(tmp_path: Path) -> None:
-    """A file of weights serves evaluation; a fit cannot continue from it."""
+    """A file of weights serves evaluation; a fit cannot continue from it. The callback needs no state."""
     saving = ModelCheckpoint(tmp_path, "{epoch}", save_weights_only=True)
     assert fit(tmp_path, saving, 1, 1) == ["epoch=1.ckpt"]
     path = saving.best_model_path
-    assert "optimizer_states" not in TorchCheckpointIO().load_checkpoint(path)
+    assert "optimizer_states" not in load(path)
     trainer(tmp_path).validate(Scripted(1, 1), loader(), ckpt_path=path)
     with pytest.raises(CheckpointError, match="without which training cannot continue"):
         trainer(tmp_path).fit(Scripted(1, 1), loader(), ckpt_path=path)
-
-
-def test_weights_only_without_a_state(tmp_path: Path) -> None:
-    """A callback that saves no state of its own saves files of weights."""
 
     class Stateless(ModelCheckpoint):
         def state_dict(self) -> dict[str, Any]:
             return {}
 
-    saving = Stateless(tmp_path, "{epoch}", save_weights_only=True)
-    assert fit(tmp_path, saving, 1) == ["epoch=0.ckpt"]
-    saved = TorchCheckpointIO().load_checkpoint(saving.best_model_path)
+    stateless = Stateless(tmp_path / "other", "{epoch}", save_weights_only=True)
+    assert fit(tmp_path, stateless, 1) == ["epoch=0.ckpt"]
+    saved = load(stateless.best_model_path)
     assert "callbacks" not in saved
-    assert saved["run_tokens"] == [saving.run_token]
-
-
-@pytest.mark.parametrize(("when", "epochs"), [(None, [1, 3]), (False, [1, 3]), (True, [0, 1, 2, 3])])
-def test_save_on_train_epoch_end(tmp_path: Path, when: bool | None, epochs: list[int]) -> None:
-    """Every epoch is saved, or every validated one."""
-    saving = ModelCheckpoint(tmp_path, "{epoch}", monitor="loss", save_top_k=-1, save_on_train_epoch_end=when)
-    files = fit(tmp_path, saving, 1, 1, 1, 1, check_val_every_n_epoch=2)
-    assert files == [f"epoch={epoch}.ckpt" for epoch in epochs]
-
-
-def test_steps_wait_for_the_metric(tmp_path: Path) -> None:
-    """A step's save waits for the first validation, and in the last step for that of the epoch's end."""
-    saving = ModelCheckpoint(
-        tmp_path, "{step}-{score:.0f}", monitor="score", save_top_k=-1, every_n_train_steps=2
-    )
-    files = fit(tmp_path, saving, 7, 8)
-    assert files == ["step=4-score=7.ckpt", "step=6-score=7.ckpt", "step=8-score=8.ckpt"]
+    assert saved["run_tokens"] == [stateless.run_token]
 
 
 class Counting(Line):
@@ -447,20 +385,6 @@ def test_steps_wait_for_their_validation(tmp_path: Path, interval: int, names: l
     train.fit(Counting(), loader(), loader())
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == names
     assert Path(saving.best_model_path).name == names[-1]
-
-
-def test_a_stop_after_a_validation(tmp_path: Path) -> None:
-    """What the validation has saved is not saved again when training stops at that step."""
-    saving = ModelCheckpoint(tmp_path, save_top_k=-1)
-    assert fit(tmp_path, saving, 1, val_check_interval=2, max_steps=2) == ["epoch=0-step=2.ckpt"]
-
-
-def test_validations_that_never_come(tmp_path: Path) -> None:
-    """Without any, `save_on_train_epoch_end=False` would save nothing."""
-    saving = ModelCheckpoint(tmp_path, save_on_train_epoch_end=False)
-    train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True)
-    with pytest.raises(ConfigurationError, match="would never act: it waits for validations"):
-        train.fit(Line(), loader())
 
 
 class Slow(Scripted):
@@ -526,10 +450,3 @@ def test_save_on_exception(tmp_path: Path) -> None:
         trainer(tmp_path, max_epochs=2).fit(model, loader(), loader(), ckpt_path=path)
     assert len(models[1].seen) < len(models[0].seen)
     assert models[0].layer.weight.tolist() == models[1].layer.weight.tolist()
-
-
-def test_verbose(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each file is logged."""
-    with caplog.at_level("INFO", "rankwise"):
-        fit(tmp_path, ModelCheckpoint(tmp_path, verbose=True), 1)
-    assert f"ModelCheckpoint: epoch 0, step 4: saved {tmp_path}/epoch=0-step=4.ckpt" in caplog.messages

@@ -39,10 +39,14 @@ def written(folder: Path, interval: str, *loaders: Any) -> Noting:
 
 
 def test_batches(tmp_path: Path) -> None:
-    """Each batch comes with the positions of its samples."""
+    """Each batch comes with the positions of its samples, if they are known; no other interval is."""
     writer = written(tmp_path, "batch", loader(4))
     assert writer.batches == [([0, 0.25], [0, 1], 0, 0), ([0.5, 0.75], [2, 3], 1, 0)]
     assert writer.epochs == []
+    batches = list(loader(4))
+    assert [indices for _, indices, *_ in written(tmp_path, "batch", batches).batches] == [None, None]
+    with pytest.raises(InvalidArgumentError):
+        Noting("step")
 
 
 def test_epoch(tmp_path: Path) -> None:
@@ -56,15 +60,3 @@ def test_epoch(tmp_path: Path) -> None:
     assert [len(each) for each in predictions] == [1, 2]
     assert indices == [[[0, 1]], [[0, 1], [2, 3]]]
     assert [place for *_, place in writer.batches] == [0, 1, 1]
-
-
-def test_no_indices(tmp_path: Path) -> None:
-    """A loader without indices gives None."""
-    batches = list(loader(4))
-    assert [indices for _, indices, *_ in written(tmp_path, "batch", batches).batches] == [None, None]
-
-
-def test_another_interval() -> None:
-    """It is refused."""
-    with pytest.raises(InvalidArgumentError):
-        Noting("step")

@@ -16,6 +16,7 @@ from typing_extensions import override
 from rankwise.callbacks import TQDMProgressBar, progress_bar
 from rankwise.callbacks.progress_bar import clock
 from rankwise.errors import InvalidArgumentError, MissingExtraError
+from rankwise.trainer import Trainer
 from tests.unit.trainer.helpers import Line, loader, trainer
 
 
@@ -40,16 +41,31 @@ def terminal_for(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     return stream
 
 
+def with_bar(folder: Path, epochs: int = 1, **options: Any) -> Trainer:
+    """Return a trainer with a progress bar."""
+    bar = TQDMProgressBar(**options)
+    return trainer(folder, callbacks=bar, enable_progress_bar=True, max_epochs=epochs)
+
+
 def test_bars_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each epoch and each evaluation has a bar, with its number of batches."""
+    """Each epoch and evaluation has a bar, with its number of batches, and room for other programs' bars."""
     terminal = terminal_for(monkeypatch)
-    train = trainer(tmp_path, callbacks=TQDMProgressBar(leave=True), enable_progress_bar=True, max_epochs=2)
+    train = with_bar(tmp_path, 2, leave=True)
     train.fit(Line(), loader(), loader())
     train.test(dataloaders=loader(6))
     train.predict(dataloaders=loader(6))
     drawn = terminal.getvalue()
     for text in ("Epoch 0", "Epoch 1", "4/4", "Validation", "Test: 100%", "Prediction: 100%", "3/3"):
         assert text in drawn
+    terminal = terminal_for(monkeypatch)
+    with_bar(tmp_path, process_position=1, refresh_rate=3, leave=True).fit(Line(), loader())
+    drawn = terminal.getvalue()
+    assert "\n\n" in drawn  # two lines down
+    assert "Epoch 0: 100%" in drawn
+    with pytest.raises(InvalidArgumentError, match="process_position"):
+        TQDMProgressBar(process_position=-1)
+    with pytest.raises(InvalidArgumentError, match="refresh_rate=0"):
+        TQDMProgressBar(refresh_rate=0)
 
 
 def test_a_terminal_that_is_resized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +81,7 @@ def test_a_terminal_that_is_resized(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             resize(81)
 
     resize(101)
-    trainer(tmp_path, callbacks=TQDMProgressBar(), enable_progress_bar=True).fit(Resizing(), loader())
+    with_bar(tmp_path).fit(Resizing(), loader())
     assert len(terminal.shown.strip()) == 80
     for descriptor in pair:
         os.close(descriptor)
@@ -75,8 +91,7 @@ def test_a_terminal_that_is_resized(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_what_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leave: bool) -> None:
     """The bar of the last epoch, of all with `leave`, and those of other stages."""
     terminal = terminal_for(monkeypatch)
-    bar = TQDMProgressBar(leave=leave)
-    train = trainer(tmp_path, callbacks=bar, enable_progress_bar=True, max_epochs=2)
+    train = with_bar(tmp_path, 2, leave=leave)
     train.fit(Line(), loader(), loader())
     assert "Epoch 1: 100%" in terminal.shown
     assert ("Epoch 0: 100%" in terminal.shown) == leave
@@ -100,7 +115,7 @@ class Breaks(Line):
 def test_it_stays_after_an_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It shows how far training came."""
     terminal = terminal_for(monkeypatch)
-    train = trainer(tmp_path, callbacks=TQDMProgressBar(), enable_progress_bar=True, max_epochs=2)
+    train = with_bar(tmp_path, 2)
     with pytest.raises(ValueError, match="broken"):
         train.fit(Breaks(), loader())
     assert "Epoch 1:  25%" in terminal.shown
@@ -120,7 +135,7 @@ def test_a_stream_that_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, i
             raise RuntimeError("from the stream")
 
     monkeypatch.setattr(sys, "stderr", Raises())
-    train = trainer(tmp_path, callbacks=TQDMProgressBar(), enable_progress_bar=True, max_epochs=2)
+    train = with_bar(tmp_path, 2)
     with pytest.raises(ValueError, match="broken"):
         train.fit(Breaks(), loader())
     train.fit(Line(), loader())
@@ -128,7 +143,7 @@ def test_a_stream_that_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, i
 
 def test_a_file_gets_a_line_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A fit of a moment is one line, however many epochs it has, without control characters."""
-    train = trainer(tmp_path, callbacks=TQDMProgressBar(), enable_progress_bar=True, max_epochs=5)
+    train = with_bar(tmp_path, 5)
     train.fit(Line(), loader(), loader())
     written = capsys.readouterr().err
     assert written.rstrip("\n").isprintable()
@@ -141,18 +156,12 @@ def test_a_file_gets_lines_in_between(
 ) -> None:
     """A line shows the batches, the times and the metrics; only one that is due is written."""
     monkeypatch.setattr(progress_bar, "LINE_INTERVAL_S", 0.0)
-    train = trainer(
-        tmp_path, callbacks=TQDMProgressBar(refresh_rate=3), enable_progress_bar=True, max_epochs=2
-    )
+    train = with_bar(tmp_path, 2, refresh_rate=3)
     with pytest.raises(ValueError, match="broken"):
         train.fit(Breaks(), loader())
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(" [")[0] for line in lines] == ["Epoch 0: 3/4", "Epoch 0: 4/4", "Epoch 1: 1/4"]
     assert "it/s, shown=0.5]" in lines[0]
-
-
-def test_times() -> None:
-    """Times are hours, minutes and seconds, or dashes where they are not known."""
     assert [clock(seconds) for seconds in (59.9, 7322, None)] == ["0:00:59", "2:02:02", "-:--:--"]
 
 
@@ -176,21 +185,3 @@ def test_without_tqdm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert trainer(tmp_path, enable_progress_bar=None).callbacks == []
     with pytest.raises(MissingExtraError, match=r'pip install "rankwise\[progress\]"'):
         trainer(tmp_path, enable_progress_bar=True)
-
-
-def test_refresh_rate() -> None:
-    """A bar that never moves is refused."""
-    with pytest.raises(InvalidArgumentError, match="refresh_rate=0"):
-        TQDMProgressBar(refresh_rate=0)
-
-
-def test_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bars can leave room for those of other programs; there is no negative room."""
-    terminal = terminal_for(monkeypatch)
-    bar = TQDMProgressBar(process_position=1, refresh_rate=3, leave=True)
-    trainer(tmp_path, callbacks=bar, enable_progress_bar=True).fit(Line(), loader())
-    drawn = terminal.getvalue()
-    assert "\n\n" in drawn  # two lines down
-    assert "Epoch 0: 100%" in drawn
-    with pytest.raises(InvalidArgumentError, match="process_position"):
-        TQDMProgressBar(process_position=-1)

@@ -34,14 +34,10 @@ def shown(folder: Path, **options: Any) -> str:
 
 
 def test_bars(tmp_path: Path) -> None:
-    """Epochs, validations, batches and metrics are shown, in the theme's format."""
+    """Epochs, validations, batches and metrics are shown, in the theme's format, batches also in groups."""
     text = shown(tmp_path, leave=True, theme=RichProgressBarTheme(metrics_format=".1e"))
     for part in ("Epoch 0", "Epoch 1", "Validation", "4/4", "shown: 5.0e-01", "it/s"):
         assert part in text
-
-
-def test_refresh_rate(tmp_path: Path) -> None:
-    """Batches are shown in groups, and all of them at the end."""
     assert "2/4" in shown(tmp_path)
     text = shown(tmp_path, refresh_rate=3)
     assert "2/4" not in text

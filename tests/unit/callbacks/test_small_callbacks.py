@@ -14,7 +14,7 @@ from tests.unit.trainer.helpers import Line, loader, trainer
 
 
 def test_functions_as_hooks(tmp_path: Path) -> None:
-    """Each function gets the hook's arguments."""
+    """Each gets the hook's arguments; names of no hook, and what cannot be called, are refused."""
     seen: list[Any] = []
     callback = LambdaCallback(
         on_train_start=lambda trainer, module: seen.append(type(module)),
@@ -23,10 +23,6 @@ def test_functions_as_hooks(tmp_path: Path) -> None:
     )
     trainer(tmp_path, callbacks=callback).fit(Line(), loader())
     assert seen == [Line, 0, 1, 2, 3]
-
-
-def test_no_hooks() -> None:
-    """Names of no hook, and what cannot be called, are refused."""
     with pytest.raises(UnknownArgumentError, match="on_train_begin"):
         LambdaCallback(on_train_begin=print)
     with pytest.raises(InvalidTypeError, match="on_train_start"):
@@ -66,18 +62,15 @@ def test_no_accumulation(tmp_path: Path) -> None:
     assert train.accumulate_grad_batches == 1
 
 
-@pytest.mark.parametrize("scheduling", [{}, {-1: 2}, {0: 0}])
-def test_wrong_numbers(scheduling: dict[int, int]) -> None:
-    """Numbers that are too small are refused."""
-    with pytest.raises(InvalidArgumentError):
-        GradientAccumulationScheduler(scheduling)
-
-
-@pytest.mark.parametrize("scheduling", [4, {"0": 2}, {0: 2.0}])
-def test_wrong_types(scheduling: Any) -> None:
-    """What is no dictionary of whole numbers is refused."""
-    with pytest.raises(InvalidTypeError):
-        GradientAccumulationScheduler(scheduling)
+@pytest.mark.parametrize(
+    ("error", "schedulings"),
+    [(InvalidArgumentError, [{}, {-1: 2}, {0: 0}]), (InvalidTypeError, [4, {"0": 2}, {0: 2.0}])],
+)
+def test_wrong_schedulings(error: type[Exception], schedulings: list[Any]) -> None:
+    """What is no dictionary of whole numbers is refused, and so are numbers that are too small."""
+    for scheduling in schedulings:
+        with pytest.raises(error):
+            GradientAccumulationScheduler(scheduling)
 
 
 def test_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

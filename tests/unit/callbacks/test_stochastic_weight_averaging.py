@@ -40,10 +40,17 @@ def test_the_last_epochs(tmp_path: Path) -> None:
 
 
 def test_fraction() -> None:
-    """A float is a part of max_epochs; epochs are given from 1 on."""
+    """A float is a part of max_epochs; epochs count from 1. Wrong values are refused in the constructor."""
     assert StochasticWeightAveraging(0.1).swa_start(10) == 7
     assert StochasticWeightAveraging(0.1, 0.0).swa_start(10) == 0
     assert StochasticWeightAveraging(0.1, 3).swa_start(10) == 2
+    wrong: list[dict[str, Any]] = [{"swa_lrs": 0}, {"swa_lrs": []}, {"swa_epoch_start": 0}]
+    wrong += [{"swa_epoch_start": 1.5}, {"annealing_epochs": -1}, {"annealing_strategy": "steps"}]
+    for options in wrong:
+        with pytest.raises(InvalidArgumentError):
+            StochasticWeightAveraging(**{"swa_lrs": 0.1, **options})
+    with pytest.raises(InvalidTypeError):
+        StochasticWeightAveraging(0.1, avg_fn="mean")  # type: ignore[arg-type]  # the mistake
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
@@ -66,57 +73,32 @@ class Normalised(Scheduled):
         self.norm = nn.BatchNorm1d(2)
 
 
-class Two(Scheduled):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.parameters(), 0.1), torch.optim.SGD(self.parameters(), 0.1)]
-
-
 class Manual(Scheduled):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
 
 
-def test_batch_normalisation(tmp_path: Path) -> None:
-    """It is told how to get exact statistics."""
-    with pytest.warns(UserWarning, match="update_bn"):
-        trainer(tmp_path, callbacks=StochasticWeightAveraging(0.1, 1), max_epochs=2).fit(
-            Normalised(), loader()
-        )
+class Two(Manual):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), 0.1), torch.optim.SGD(self.parameters(), 0.1)]
+
+
+def averaged(folder: Path, module: Noted, *arguments: Any, max_epochs: int = 2) -> None:
+    """Fit with the callback."""
+    callback = StochasticWeightAveraging(*arguments)
+    trainer(folder, callbacks=callback, max_epochs=max_epochs).fit(module, loader())
 
 
 def test_refused(tmp_path: Path) -> None:
-    """Endless training, several optimizers and the wrong number of rates cannot work."""
+    """Endless training, several optimizers, a wrong number of rates; batch normalisation gets a warning."""
     with pytest.raises(ConfigurationError, match="needs a number of epochs"):
-        trainer(tmp_path, callbacks=StochasticWeightAveraging(0.1), max_epochs=-1).fit(Scheduled(), loader())
+        averaged(tmp_path, Scheduled(), 0.1, max_epochs=-1)
     with pytest.raises(ConfigurationError, match="needs one optimizer"):
-        trainer(tmp_path, callbacks=StochasticWeightAveraging(0.1)).fit(Two(), loader())
+        averaged(tmp_path, Two(), 0.1, max_epochs=1)
     with pytest.raises(ConfigurationError, match="a scheduler that the module steps itself"):
-        trainer(tmp_path, callbacks=StochasticWeightAveraging(0.1)).fit(Manual(), loader())
+        averaged(tmp_path, Manual(), 0.1, max_epochs=1)
     with pytest.raises(InvalidArgumentError, match="one for each of 1 parameter groups"):
-        trainer(tmp_path, callbacks=StochasticWeightAveraging([0.1, 0.2], 1), max_epochs=2).fit(
-            Scheduled(), loader()
-        )
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"swa_lrs": 0},
-        {"swa_lrs": []},
-        {"swa_epoch_start": 0},
-        {"swa_epoch_start": 1.5},
-        {"annealing_epochs": -1},
-        {"annealing_strategy": "steps"},
-    ],
-)
-def test_wrong_values(options: dict[str, Any]) -> None:
-    """Values that cannot work are refused in the constructor."""
-    with pytest.raises(InvalidArgumentError):
-        StochasticWeightAveraging(**{"swa_lrs": 0.1, **options})
-    with pytest.raises(InvalidTypeError):
-        StochasticWeightAveraging(0.1, avg_fn="mean")  # type: ignore[arg-type]  # the mistake
+        averaged(tmp_path, Scheduled(), [0.1, 0.2], 1)
+    with pytest.warns(UserWarning, match="update_bn"):
+        averaged(tmp_path, Normalised(), 0.1, 1)

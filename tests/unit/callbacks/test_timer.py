@@ -11,39 +11,23 @@ from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTyp
 from tests.unit.trainer.helpers import Line, loader, trainer
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ("00:00:00:05", timedelta(seconds=5)),
-        ("02:03:04:05", timedelta(days=2, hours=3, minutes=4, seconds=5)),
-        (timedelta(minutes=2), timedelta(minutes=2)),
-        ({"hours": 1, "minutes": 30}, timedelta(minutes=90)),
-        (None, None),
-    ],
-)
-def test_durations(given: Any, expected: timedelta | None) -> None:
+def test_durations() -> None:
     """Every form that Lightning takes means the same."""
-    assert Timer(given).duration == expected
+    assert Timer("00:00:00:05").duration == timedelta(seconds=5)
+    assert Timer("02:03:04:05").duration == timedelta(days=2, hours=3, minutes=4, seconds=5)
+    assert Timer(timedelta(minutes=2)).duration == timedelta(minutes=2)
+    assert Timer({"hours": 1, "minutes": 30}).duration == timedelta(minutes=90)
+    assert Timer(None).duration is None
 
 
-@pytest.mark.parametrize(
-    ("given", "error"),
-    [
-        ("5 minutes", InvalidArgumentError),
-        ("00:05:00", InvalidArgumentError),
-        ({"hour": 1}, InvalidArgumentError),
-        (timedelta(seconds=-1), InvalidArgumentError),
-        (60, InvalidTypeError),
-    ],
-)
-def test_durations_that_cannot_be(tmp_path: Path, given: Any, error: type[Exception]) -> None:
-    """A Trainer refuses them before anything starts."""
-    with pytest.raises(error, match="max_time"):
-        trainer(tmp_path, max_time=given)
-
-
-def test_other_intervals() -> None:
-    """Steps and epochs are all there is."""
+def test_what_cannot_be(tmp_path: Path) -> None:
+    """A Trainer refuses other durations before anything starts; steps and epochs are all intervals."""
+    wrong: list[Any] = ["5 minutes", "00:05:00", {"hour": 1}, timedelta(seconds=-1)]
+    for given in wrong:
+        with pytest.raises(InvalidArgumentError, match="max_time"):
+            trainer(tmp_path, max_time=given)
+    with pytest.raises(InvalidTypeError, match="max_time"):
+        trainer(tmp_path, max_time=60)
     with pytest.raises(InvalidArgumentError, match="'step' or 'epoch'"):
         Timer(interval="batch")
 
@@ -65,11 +49,17 @@ def test_stops(tmp_path: Path, interval: str, steps: int) -> None:
 
 
 def test_max_time(tmp_path: Path) -> None:
-    """With no time at all there is no step."""
+    """With no time there is no step, without a limit nothing is stopped; two timers contradict each other."""
     train = trainer(tmp_path, max_time=timedelta(0))
     with pytest.warns(UserWarning, match="Nothing to train"):
         train.fit(Line(), loader())
     assert train.global_step == 0
+    timer = Timer()
+    train = trainer(tmp_path, callbacks=[timer])
+    train.fit(Line(), loader())
+    assert (train.global_step, timer.time_remaining) == (4, None)
+    with pytest.raises(ConfigurationError, match="Two callbacks"):
+        trainer(tmp_path, max_time={"hours": 1}, callbacks=[Timer()])
 
 
 def test_fits_add_up(tmp_path: Path) -> None:
@@ -85,17 +75,3 @@ def test_fits_add_up(tmp_path: Path) -> None:
     other = Timer({"hours": 1})
     other.load_state_dict(timer.state_dict())
     assert other.time_elapsed == timer.time_elapsed
-
-
-def test_measuring_only(tmp_path: Path) -> None:
-    """Without a duration nothing is stopped."""
-    timer = Timer()
-    train = trainer(tmp_path, callbacks=[timer])
-    train.fit(Line(), loader())
-    assert (train.global_step, timer.time_remaining) == (4, None)
-
-
-def test_two_timers(tmp_path: Path) -> None:
-    """`max_time` beside a `Timer` is refused: one of them would hide the other's state."""
-    with pytest.raises(ConfigurationError, match="Two callbacks"):
-        trainer(tmp_path, max_time={"hours": 1}, callbacks=[Timer()])

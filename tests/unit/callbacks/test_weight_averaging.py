@@ -47,15 +47,11 @@ def averages(weights: list[Tensor], decay: float) -> list[Tensor]:
     return found
 
 
-def test_equal_average(tmp_path: Path) -> None:
-    """By default all steps count the same; the module has the average after the fit."""
+def test_exponential_average(tmp_path: Path) -> None:
+    """Validations use the average, of all steps alike by default; training goes on with its own weights."""
     module = Noted()
     trainer(tmp_path, callbacks=WeightAveraging(), max_epochs=2).fit(module, loader())
     torch.testing.assert_close(module.layer.weight.detach(), torch.stack(module.trained).mean(0))
-
-
-def test_exponential_average(tmp_path: Path) -> None:
-    """Validations use the average; training goes on with its own weights."""
     module, alone = Noted(), Noted()
     trainer(tmp_path, callbacks=EMAWeightAveraging(decay=0.6), max_epochs=2).fit(module, loader(), loader())
     trainer(tmp_path, max_epochs=2).fit(alone, loader(), loader())
@@ -132,37 +128,24 @@ def test_a_damaged_checkpoint(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, "own")
     callbacks: list[Any] = [WeightAveraging(), saving]
     trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True).fit(Noted(), loader())
-    checkpoint = TorchCheckpointIO().load_checkpoint(saving.best_model_path)
-    TorchCheckpointIO().save_checkpoint({**checkpoint, "averaging_state": {}}, saving.best_model_path)
+    path = saving.best_model_path
+    checkpoint = TorchCheckpointIO().load_checkpoint(path)
+    TorchCheckpointIO().save_checkpoint({**checkpoint, "averaging_state": {}}, path)
     with pytest.raises(CheckpointError, match="number of averaged weights"):
-        trainer(tmp_path, callbacks=WeightAveraging()).fit(
-            Noted(), loader(), ckpt_path=saving.best_model_path
-        )
+        trainer(tmp_path, callbacks=WeightAveraging()).fit(Noted(), loader(), ckpt_path=path)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"decay": 1.5},
-        {"update_every_n_steps": -1},
-        {"update_starting_at_step": -1},
-        {"update_starting_at_epoch": -1},
-    ],
-)
-def test_wrong_values(options: dict[str, Any]) -> None:
-    """Values that cannot work are refused in the constructor."""
-    with pytest.raises(InvalidArgumentError):
-        EMAWeightAveraging(**options)
-
-
-def test_unknown_arguments() -> None:
-    """Keywords that would do nothing are refused by name."""
+def test_wrong_arguments() -> None:
+    """Values that cannot work are refused in the constructor; keywords that would do nothing by name."""
+    options = ("update_every_n_steps", "update_starting_at_step", "update_starting_at_epoch")
+    for name, value in {"decay": 1.5, **dict.fromkeys(options, -1)}.items():
+        with pytest.raises(InvalidArgumentError):
+            EMAWeightAveraging(**{name: cast(Any, value)})
     with pytest.raises(UnknownArgumentError, match="takes no argument 'use_bufers'"):
         WeightAveraging(use_bufers=False)
     for name in ("avg_fn", "multi_avg_fn"):
-        with pytest.raises(
-            UnknownArgumentError, match=f"takes no argument '{name}'.*\n  Fix: WeightAveraging"
-        ):
+        text = f"takes no argument '{name}'.*\n  Fix: WeightAveraging"
+        with pytest.raises(UnknownArgumentError, match=text):
             EMAWeightAveraging(**{name: cast(Any, torch.add)})
     with pytest.raises(UnknownArgumentError, match="'decay'"):
         EMAWeightAveraging(decays=0.5)
@@ -184,17 +167,13 @@ class Counting(Noted):
         self.twice += 2
 
 
-def test_buffers_that_are_not_averaged(tmp_path: Path) -> None:
-    """Checkpoints have the module's as they are then, also after a step that the average leaves out."""
+def test_buffers(tmp_path: Path) -> None:
+    """Those that are not averaged are saved as they are then; all are shared as one value of a broadcast."""
     saving = ModelCheckpoint(tmp_path, "own")
     callbacks: list[Any] = [EMAWeightAveraging(use_buffers=False, update_every_n_steps=2), saving]
     trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True).fit(Counting(), loader())
     saved = TorchCheckpointIO().load_checkpoint(saving.best_model_path)
     assert saved["state_dict"]["count"] == saved["current_model_state"]["count"] == 4
-
-
-def test_buffers_are_shared_at_once() -> None:
-    """All of them are one value of a broadcast, however many there are."""
     shared: list[Any] = []
 
     class Noting(DDPStrategy):
@@ -208,14 +187,11 @@ def test_buffers_are_shared_at_once() -> None:
     assert (module.count, module.twice) == (1, 1)
 
 
-@pytest.mark.parametrize(
-    "callback", [WeightAveraging(), EMAWeightAveraging(), StochasticWeightAveraging(0.1)]
-)
-def test_post_local_sgd_is_refused(tmp_path: Path, callback: Any) -> None:
+@pytest.mark.parametrize("make", [WeightAveraging, EMAWeightAveraging, StochasticWeightAveraging])
+def test_post_local_sgd_is_refused(tmp_path: Path, make: Any) -> None:
     """Its ranks have weights of their own: an average of one rank's is not that of the run."""
     strategy = DDPStrategy(accelerator="cpu", devices=1, comm_hook="post_localsgd", model_averaging_period=2)
-    with pytest.raises(
-        ConfigurationError,
-        match=f"{type(callback).__name__} cannot work with a strategy that averages models",
-    ):
+    callback = make(swa_lrs=0.1) if make is StochasticWeightAveraging else make()
+    text = f"{make.__name__} cannot work with a strategy that averages models"
+    with pytest.raises(ConfigurationError, match=text):
         trainer(tmp_path, callbacks=callback, strategy=strategy).fit(Noted(), loader())

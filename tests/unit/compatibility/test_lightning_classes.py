@@ -66,11 +66,12 @@ def test_the_classes_are_lent(tmp_path: Path, pl: Any, make: Callable[..., Any])
         seen.extend([self.trainer.world_size, self.inner.trainer is self.trainer, type(self).__name__])
         batch = torch.ones(1)
         seen.append(self._on_before_batch_transfer(batch) is batch)  # as `to_onnx` calls it
+        seen.append(type(self.optimizers(use_pl_optimizer=False)))
 
     module = make(on_fit_start=on_fit_start)
     module.inner, kind = make(), type(module)
     made = fit(tmp_path, module)
-    assert seen == [True, True, 1, True, "Own", True]
+    assert seen == [True, True, 1, True, "Own", True, torch.optim.SGD]
     assert type(module) is kind
     assert not isinstance(module.inner, TrainingModule)
     assert module.current_epoch == 0
@@ -152,7 +153,7 @@ def test_callbacks(tmp_path: Path, pl: Any, make: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("name", ["training_epoch_end", "configure_sharded_model"])
 def test_hooks_that_would_never_be_called(tmp_path: Path, make: Callable[..., Any], name: str) -> None:
-    """Hooks that rankwise does not have are refused before anything starts."""
+    """They are refused before anything starts; a class that cannot be derived from is named."""
     methods = {name: lambda self, outputs=None: None}
     module = make(**methods, prepare_data=lambda self: pytest.fail("it has started"))
     kind = type(module)
@@ -160,21 +161,22 @@ def test_hooks_that_would_never_be_called(tmp_path: Path, make: Callable[..., An
         fit(tmp_path, module)
     assert type(module) is kind
 
+    def refuse(cls: Any, **options: Any) -> None:
+        raise TypeError("it is final")
 
-@pytest.mark.parametrize(
-    ("name", "write"),
-    [
-        ("fit_loop", r"trainer\.progress"),
-        ("plugins", r"trainer\.strategy"),
-        ("_data_connector", r"trainer\.datamodule"),
-    ],
-)
-def test_missing_attributes(tmp_path: Path, make: Callable[..., Any], name: str, write: str) -> None:
+    with pytest.raises(ConfigurationError, match="Own cannot be used with rankwise's Trainer: it is final"):
+        fit(tmp_path, make(__init_subclass__=refuse))
+
+
+def test_missing_attributes(tmp_path: Path, make: Callable[..., Any]) -> None:
     """Reading an attribute of the trainer that does not exist raises an error that names what to write."""
-    module = make(on_train_end=lambda self: getattr(self.trainer, name))
-    with pytest.raises(MissingAttributeError, match=rf"(?s)Trainer has no {name}\..*Fix: .*{write}"):
-        fit(tmp_path, module)
-    assert module.layer.weight.grad is not None  # it has trained until then
+    instead = {"fit_loop": "progress", "plugins": "strategy", "_data_connector": "datamodule"}
+    for name, write in instead.items():
+        module = make(on_train_end=lambda self, name=name: getattr(self.trainer, name))
+        text = rf"(?s)Trainer has no {name}\..*Fix: .*trainer\.{write}"
+        with pytest.raises(MissingAttributeError, match=text):
+            fit(tmp_path, module)
+        assert module.layer.weight.grad is not None  # it has trained until then
 
 
 def test_what_is_not_read_is_not_missing(tmp_path: Path, pl: Any, make: Callable[..., Any]) -> None:
@@ -202,25 +204,3 @@ def test_lightnings_own_parts_are_refused(tmp_path: Path, pl: Any) -> None:
             trainer(tmp_path, callbacks=[callback])
     with pytest.raises(InvalidTypeError, match=r"import rankwise\.lightning as pl"):
         trainer(tmp_path, logger=pl.loggers.CSVLogger(tmp_path))
-
-
-def test_a_class_that_cannot_be_joined(tmp_path: Path, make: Callable[..., Any]) -> None:
-    """A class that refuses to be derived from is named."""
-
-    def refuse(cls: Any, **options: Any) -> None:
-        raise TypeError("it is final")
-
-    module = make(__init_subclass__=refuse)
-    with pytest.raises(ConfigurationError, match="Own cannot be used with rankwise's Trainer: it is final"):
-        fit(tmp_path, module)
-
-
-def test_an_optimizer_of_torchs(tmp_path: Path, make: Callable[..., Any]) -> None:
-    """`optimizers(use_pl_optimizer=False)` returns torch's own."""
-    found: list[Any] = []
-
-    def on_fit_start(self: Any) -> None:
-        found.append(self.optimizers(use_pl_optimizer=False))
-
-    fit(tmp_path, make(on_fit_start=on_fit_start))
-    assert type(found[0]) is torch.optim.SGD

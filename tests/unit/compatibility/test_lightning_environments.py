@@ -65,6 +65,13 @@ class OfLightning:
         """Does nothing."""
 
 
+class Broken(OfLightning):
+    """Lacks a variable."""
+
+    def node_rank(self) -> int:
+        raise KeyError("NODE")
+
+
 def derived(**methods: Any) -> Any:
     """Return one that derives from rankwise's class, and does not call its constructor."""
     facts = {"creates_processes_externally": True, "_size": 0, "_own_size": 0, "_rank": 0}
@@ -79,14 +86,6 @@ def bound(given: Any, **arguments: Any) -> DDPStrategy:
     return strategy
 
 
-def test_it_is_told_from_rankwises_own() -> None:
-    """By its setters."""
-    assert isinstance(OfLightning(), LightningClusterEnvironment)
-    assert not isinstance(LocalEnvironment(), LightningClusterEnvironment)
-    with pytest.raises(InvalidTypeError, match="cluster_environment"):
-        DDPStrategy(cluster_environment=3)  # type: ignore[arg-type]  # on purpose
-
-
 def test_ranks_are_set_by_lightnings_rule() -> None:
     """Node by node, from the numbers of devices and nodes; then the environment is asked."""
     given = OfLightning(places=(1, 1))
@@ -97,34 +96,26 @@ def test_ranks_are_set_by_lightnings_rule() -> None:
     assert repr(strategy.environment) == "OfLightning of Lightning"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ({"devices": 2}, RankInfo(2, 0, 1, 4, 2, 2)),
-        ({"num_nodes": 2}, RankInfo(2, 0, 1, 4, 2, 2)),
-        ({"devices": 1}, RankInfo(1, 0, 1, 4, 1, 4)),
-    ],
-)
-def test_one_number_follows_from_the_other(arguments: dict[str, Any], expected: RankInfo) -> None:
-    """Where the environment has the number of processes itself."""
-    assert bound(OfLightning(places=(1, 0), size=4), **arguments).ranks == expected
-
-
-def test_devices_that_nothing_determines() -> None:
-    """They are asked for, as node 0 cannot know whether it is alone."""
+def test_one_number_follows_from_the_other() -> None:
+    """Where the environment has the number of processes; node 0 cannot know whether it is alone."""
+    for name, number in (("devices", 2), ("num_nodes", 2)):
+        assert bound(OfLightning(places=(1, 0), size=4), **{name: number}).ranks == RankInfo(2, 0, 1, 4, 2, 2)
+    assert bound(OfLightning(places=(1, 0), size=4), devices=1).ranks == RankInfo(1, 0, 1, 4, 1, 4)
     with pytest.raises(ConfigurationError, match=r"OfLightning does not know how many.*(?s:.)*devices="):
         bound(OfLightning(size=4))
     assert bound(OfLightning(size=1)).ranks == RankInfo()
 
 
 def test_contradictions() -> None:
-    """Other numbers than the environment's are refused, and ranks outside of them."""
+    """Other numbers than the environment's, ranks outside of them, and methods that fail are refused."""
     with pytest.raises(WorldSizeMismatchError, match=r"2 processes were asked for.*OfLightning started 4"):
         bound(OfLightning(size=4), devices=2, num_nodes=1)
     with pytest.raises(EnvironmentVariableError, match=r"(?s)global_rank.*Trainer\(devices="):
         bound(OfLightning(places=(1, 0)), devices=2, num_nodes=1)
     with pytest.raises(ValueError, match="no 3 nodes"):
         bound(OfLightning(), devices=1, num_nodes=3)
+    with pytest.raises(ConfigurationError, match=r"Broken\.node_rank failed: KeyError: 'NODE'"):
+        bound(Broken(), devices=1)
 
 
 def test_one_that_derives_from_rankwises_class() -> None:
@@ -132,12 +123,9 @@ def test_one_that_derives_from_rankwises_class() -> None:
     strategy = bound(derived(), devices=2, num_nodes=2)
     assert strategy.ranks == RankInfo(3, 1, 1, 4, 2, 2)
     assert (strategy.environment.main_address, strategy.environment.main_port) == ("192.0.2.1", 29471)
+    inherited = derived(main_port=ClusterEnvironment.main_port, node_rank=ClusterEnvironment.node_rank)
     with pytest.raises(ConfigurationError, match="Derived does not define main_port, node_rank"):
-        DDPStrategy(
-            cluster_environment=derived(
-                main_port=ClusterEnvironment.main_port, node_rank=ClusterEnvironment.node_rank
-            )
-        )
+        DDPStrategy(cluster_environment=inherited)
 
 
 def test_one_that_starts_nothing() -> None:
@@ -149,21 +137,12 @@ def test_one_that_starts_nothing() -> None:
         bound(OfLightning(is_external=False, places=(0, 1)), devices=2)
 
 
-class Broken(OfLightning):
-    """Lacks a variable."""
-
-    def node_rank(self) -> int:
-        raise KeyError("NODE")
-
-
-def test_a_method_that_fails() -> None:
-    """It is named, with what it raised."""
-    with pytest.raises(ConfigurationError, match=r"Broken\.node_rank failed: KeyError: 'NODE'"):
-        bound(Broken(), devices=1)
-
-
 def test_as_a_plugin_of_the_trainer() -> None:
-    """As rankwise's own; two are too many."""
+    """As rankwise's own, from which its setters tell it; two are too many."""
+    assert isinstance(OfLightning(), LightningClusterEnvironment)
+    assert not isinstance(LocalEnvironment(), LightningClusterEnvironment)
+    with pytest.raises(InvalidTypeError, match="cluster_environment"):
+        DDPStrategy(cluster_environment=3)  # type: ignore[arg-type]  # on purpose
     made = Trainer(accelerator="cpu", strategy="ddp", devices=2, plugins=[OfLightning(places=(0, 1))])
     assert (made.global_rank, made.world_size) == (1, 2)
     with pytest.raises(ConfigurationError, match="2 of one kind"):

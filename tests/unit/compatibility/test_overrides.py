@@ -56,16 +56,9 @@ def _strategy(users: Any) -> object:
     return users()
 
 
-def _precision(users: Any) -> object:
-    return DDPStrategy(precision=users())
-
-
-def _environment(users: Any) -> object:
-    return DDPStrategy(cluster_environment=users())
-
-
-def _checkpoint_io(users: Any) -> object:
-    return DDPStrategy(checkpoint_io=users())
+def _as(argument: str) -> Give:
+    """Return what gives an instance to a strategy."""
+    return lambda users: DDPStrategy(**{argument: users()})
 
 
 def _launcher(users: Any) -> object:
@@ -87,12 +80,12 @@ def _assigned_logger(users: Any) -> object:
 GIVEN: list[tuple[str, type, Give]] = [
     ("strategy", DDPStrategy, _strategy),
     ("strategy", Strategy, _strategy),
-    ("precision", Precision, _precision),
+    ("precision", Precision, _as("precision")),
     ("precision", MixedPrecision, lambda users: Trainer(plugins=[users("bf16-mixed")])),
     ("environment", LocalEnvironment, lambda users: Trainer(plugins=[users()])),
-    ("environment", SlurmEnvironment, _environment),
+    ("environment", SlurmEnvironment, _as("cluster_environment")),
     ("launcher", Launcher, _launcher),
-    ("launcher", Launcher, lambda users: DDPStrategy(launcher=users())),
+    ("launcher", Launcher, _as("launcher")),
     ("logger", Logger, _logger),
     ("logger", CSVLogger, lambda users: Fabric(loggers=users("logs"))),
     ("profiler", Profiler, lambda users: Trainer(profiler=users())),
@@ -130,24 +123,18 @@ ARGUMENTS: list[tuple[type, Give, str, Any, str]] = [
         lambda self, module: None,
         "(self, module, device_ids) -> Dist",
     ),
-    (
-        DDPStrategy,
-        _strategy,
-        "backward",
-        lambda self, loss, optimizer: None,
-        "backward(self, loss) -> None",
-    ),
-    (Precision, _precision, "backward", _in_lightnings_form, "def backward(self, loss) -> None"),
+    (DDPStrategy, _strategy, "backward", lambda self, loss, optimizer: None, "backward(self, loss) -> None"),
+    (Precision, _as("precision"), "backward", _in_lightnings_form, "def backward(self, loss) -> None"),
     (
         Precision,
-        _precision,
+        _as("precision"),
         "optimizer_step",
         lambda self, optimizer, model, closure, **options: None,
         "def optimizer_step(self, optimizer, closure)",
     ),
     (
         CheckpointIO,
-        _checkpoint_io,
+        _as("checkpoint_io"),
         "save_checkpoint",
         lambda self, checkpoint, path, storage_options: None,
         "def save_checkpoint(self, checkpoint, path)",
@@ -176,7 +163,7 @@ def test_other_arguments(base: type, give: Give, name: str, method: Any, remedy:
     ("base", "give", "name"),
     [
         (DDPStrategy, _strategy, "distributed_sampler_kwargs"),
-        (LocalEnvironment, _environment, "world_size"),
+        (LocalEnvironment, _as("cluster_environment"), "world_size"),
         (Logger, _logger, "version"),
     ],
 )

@@ -70,20 +70,21 @@ def test_batches_that_are_drawn() -> None:
         lengths = [real(loader) for loader in loaders]
         for sizes in known:
             assert sizes is not None
-            assert [[sizes.size_of(rank, batch) for batch in range(4)] for rank in (0, 1)] == [
-                [*lengths[0], 0],
-                [*lengths[1], 0],
-            ]
+            found = [[sizes.size_of(rank, batch) for batch in range(4)] for rank in (0, 1)]
+            assert found == [[*length, 0] for length in lengths]
 
 
 def test_a_distributed_sampler_of_the_users() -> None:
-    """It gives every rank the same number of samples."""
+    """It gives every rank the same number of samples; a loader that is not split has one rank, number 0."""
     sampler: Any = DistributedSampler(dataset(9), num_replicas=2, rank=1)
     sizes = batch_sizes(DataLoader(dataset(9), batch_size=2, sampler=sampler))
     assert sizes is not None
     assert (sizes.rank, sizes.num_replicas) == (1, 2)
     for rank in range(2):
         assert [sizes.size_of(rank, batch) for batch in range(4)] == [2, 2, 1, 0]
+    alone = batch_sizes(DataLoader(dataset(5), 2))
+    assert alone is not None
+    assert (alone.rank, alone.num_replicas, alone.size_of(0, 2)) == (0, 1, 1)
 
 
 class Endless(RandomSampler):
@@ -122,20 +123,6 @@ class Whole(TensorDataset):
         return self.tensors[0][indices], self.tensors[0][indices]
 
 
-def test_sizes_of_samples_that_come_together() -> None:
-    """What a data set returns for several indices says nothing about their number."""
-    sized = SizedBatches(DataLoader(Whole(torch.arange(7)), 3, collate_fn=tuple))
-    assert len(list(sized)) == 3
-    assert list(sized.sizes) == [3, 3, 1]
-
-
-def test_the_only_rank() -> None:
-    """A loader that is not split has the batches of one rank, whose number is 0."""
-    sizes = batch_sizes(DataLoader(dataset(5), 2))
-    assert sizes is not None
-    assert (sizes.rank, sizes.num_replicas, sizes.size_of(0, 2)) == (0, 1, 1)
-
-
 class Halved(DataLoader[Any]):
     """Yields half of each batch."""
 
@@ -144,7 +131,7 @@ class Halved(DataLoader[Any]):
 
 
 def test_a_loader_that_changes_its_batches() -> None:
-    """The sizes of its batches do not follow from the indices."""
+    """Sizes then do not follow from the indices; `__getitems__` may return fewer, or what tells no number."""
     sized = SizedBatches(Halved(dataset(8), 4))
     assert [batch.tolist() for [batch] in sized] == [[0, 1], [4, 5]]
     assert list(sized.sizes) == [None, None]
@@ -194,8 +181,11 @@ class Together(Dataset[Any]):
         return torch.tensor(index)
 
 
-def test_samples_that_are_left_out_together() -> None:
-    """`__getitems__` may return fewer samples than it was asked for."""
+def test_samples_that_come_together() -> None:
+    """`__getitems__` may return fewer than asked for, or what says nothing about their number."""
     sized = SizedBatches(DataLoader(Together(), 3))
     assert [len(batch) for batch in sized] == [3, 2, 1]
     assert list(sized.sizes) == [3, None, 1]
+    sized = SizedBatches(DataLoader(Whole(torch.arange(7)), 3, collate_fn=tuple))
+    assert len(list(sized)) == 3
+    assert list(sized.sizes) == [3, 3, 1]

@@ -44,32 +44,20 @@ def test_modes(mode: Any) -> None:
 def test_structure(iterables: Any, first: Any) -> None:
     """A batch has the structure of the loaders; a list of numbers is one iterable."""
     assert next(iter(CombinedLoader(iterables)))[0] == first
+    assert list(CombinedLoader([])) == []  # nothing combined is nothing
+    assert len(CombinedLoader({})) == 0
 
 
-def test_without_length() -> None:
-    """Iterables without length end when they end; `len` is an error where it depends on one."""
+def test_passes() -> None:
+    """Where a length is needed, or a new start, one without is an error; the pass ends with the others."""
     assert len(CombinedLoader([A, iter(B)], "min_size")) == 3  # the generator's is unknown
     with pytest.raises(TypeError, match="no length"):
         len(CombinedLoader([A, iter(B)], "max_size"))
     assert [row for row, _, _ in CombinedLoader([A, iter(B)], "max_size")] == [[0, 10], [1, 11], [2, None]]
-
-
-def test_what_cannot_begin_again() -> None:
-    """A generator that has ended is an error where it would have to begin again."""
     with pytest.raises(ConfigurationError, match="Loader 1 of several has no batch"):
         list(CombinedLoader([A, iter(B)], "max_size_cycle"))
-
-
-def test_a_loader_that_has_ended_before() -> None:
-    """A pass that continues while one loader is in its second pass ends when the others have ended."""
     starts = [lambda _: iter(A), lambda _: iter(B)]
     assert list(rows_of("max_size_cycle", starts, [1, 0])) == [[0, 10], [1, 11]]
-
-
-def test_no_loaders() -> None:
-    """Nothing combined is nothing."""
-    assert list(CombinedLoader([])) == []
-    assert len(CombinedLoader({})) == 0
 
 
 def test_samplers() -> None:

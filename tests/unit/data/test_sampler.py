@@ -24,6 +24,16 @@ def shards(sampler: Any, world_size: int, uneven: Uneven, **options: Any) -> lis
     ]
 
 
+class Unsized:
+    """A sampler without length, which may be endless."""
+
+    def __init__(self, items: Any) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.items())
+
+
 @pytest.mark.parametrize(
     ("uneven", "expected"),
     [
@@ -33,40 +43,28 @@ def shards(sampler: Any, world_size: int, uneven: Uneven, **options: Any) -> lis
     ],
 )
 def test_uneven_streams(uneven: Uneven, expected: list[list[int]]) -> None:
-    """Seven items over three ranks are kept, dropped or repeated from the beginning."""
-    assert shards(SequentialSampler(range(7)), 3, uneven) == expected
-
-
-@pytest.mark.parametrize("uneven", ["keep", "drop", "pad"])
-def test_length(uneven: Uneven) -> None:
-    """The length is the number of items."""
+    """Seven items over three ranks are kept, dropped or repeated; a length, if there is one, is right."""
+    for base in (SequentialSampler(range(7)), Unsized(lambda: range(7))):
+        assert shards(base, 3, uneven) == expected
     for length, rank in itertools.product([0, 1, 2, 3, 4, 7, 8], range(4)):
         sampler = ShardedSampler(SequentialSampler(range(length)), 4, rank, uneven=uneven)
         assert len(sampler) == len(list(sampler))
-
-
-def test_padding_repeats_items_more_than_once() -> None:
-    """One item over four ranks is the same item four times."""
-    assert shards([5], 4, "pad") == [[5]] * 4
-
-
-def test_ranks_share_one_shuffled_order() -> None:
-    """Ranks whose random states differ still split one permutation among them."""
-    parts = []
-    for rank in range(3):
-        torch.manual_seed(rank)
-        parts += list(ShardedSampler(RandomSampler(range(12)), 3, rank, seed=1))
-    assert sorted(parts) == list(range(12))
+    assert shards([5], 4, "pad") == [[5]] * 4  # an item may be repeated more than once
 
 
 def test_order_depends_on_epoch_and_seed() -> None:
-    """Another epoch or another seed is another order; the same ones are the same."""
+    """Another epoch or seed is another order, which is one for all ranks, whatever their random states."""
     sampler = ShardedSampler(RandomSampler(range(50)), 1, 0, seed=1)
     first = list(sampler)
     assert list(sampler) == first
     sampler.set_epoch(1)
     assert list(sampler) != first
     assert list(ShardedSampler(RandomSampler(range(50)), 1, 0, seed=2)) == list(sampler)  # seed + epoch
+    parts = []
+    for rank in range(3):
+        torch.manual_seed(rank)
+        parts += list(ShardedSampler(RandomSampler(range(12)), 3, rank, seed=1))
+    assert sorted(parts) == list(range(12))
 
 
 @pytest.mark.parametrize("is_nested", [False, True])
@@ -149,7 +147,7 @@ def test_what_is_no_generator_of_the_samplers() -> None:
 
 
 def test_digest_of_the_order() -> None:
-    """A sampler of the user's own has a digest of what it draws next, which it then yields."""
+    """What a sampler of the user's own draws next, and then yields; torch's orders cannot differ, so none."""
     orders = [Drawing(GENERATORS["numpy"](seed)) for seed in (1, 2)]
     digests = [ShardedSampler(sampler, 1, 0).order_digest() for sampler in orders]
     assert digests[0] == digests[1] is not None  # seeded by the ShardedSampler
@@ -157,15 +155,14 @@ def test_digest_of_the_order() -> None:
     ahead = ShardedSampler(Drawing(random.SystemRandom()), 1, 0)
     digest, order = ahead.order_digest(), list(ahead)
     assert digest == ShardedSampler(order, 1, 0).order_digest()
-
-
-@pytest.mark.parametrize(
-    "sampler", [RandomSampler(range(8)), BatchSampler(SequentialSampler(range(8)), 2, drop_last=False)]
-)
-def test_no_digest_of_torchs_orders(sampler: Any) -> None:
-    """Orders of torch's cannot differ, so nothing is drawn or compared; nor are those without an end."""
-    assert ShardedSampler(sampler, 2, 0).order_digest() is None
-    assert ShardedSampler(Unsized(lambda: range(7)), 2, 0).order_digest() is None
+    in_batches = BatchSampler(SequentialSampler(range(8)), 2, drop_last=False)
+    undrawn: list[Any] = [
+        RandomSampler(range(8)),
+        in_batches,
+        Unsized(lambda: range(7)),
+    ]  # one may have no end
+    for each in undrawn:
+        assert ShardedSampler(each, 2, 0).order_digest() is None
 
 
 @pytest.mark.parametrize(("num_replicas", "rank"), [(2, 5), (2, 2), (2, -1), (0, 0), (-2, 0)])
@@ -177,25 +174,16 @@ def test_a_part_that_does_not_exist(make: Any, num_replicas: int, rank: int) -> 
 
 
 def test_random_states_do_not_change() -> None:
-    """Drawing the order changes no random state: torch's, Python's, NumPy's or the generator's own."""
+    """Drawing changes none: torch's, Python's, NumPy's or the generator's; all give each rank the same."""
     generator = torch.Generator()
 
     def states() -> list[Any]:
-        numpy_state = np.random.get_state(legacy=False)
-        return [
-            torch.get_rng_state().tolist(),
-            generator.get_state().tolist(),
-            random.getstate(),
-            str(numpy_state),
-        ]
+        of_torch = [torch.get_rng_state().tolist(), generator.get_state().tolist()]
+        return [*of_torch, random.getstate(), str(np.random.get_state(legacy=False))]
 
     before = states()
     list(ShardedSampler(RandomSampler(range(10), generator=generator), 2, 0))
     assert states() == before
-
-
-def test_other_random_generators() -> None:
-    """A sampler that uses Python's or NumPy's random numbers gives the same order on every rank."""
 
     class Mixed(Sampler[int]):
         def __iter__(self) -> Iterator[int]:
@@ -203,9 +191,7 @@ def test_other_random_generators() -> None:
             random.shuffle(order)
             return iter(np.random.permutation(order).tolist())
 
-    assert sorted(index for part in zip(*shards(Mixed(), 2, "keep"), strict=True) for index in part) == list(
-        range(6)
-    )
+    assert sorted(itertools.chain(*zip(*shards(Mixed(), 2, "keep"), strict=True))) == list(range(6))
 
 
 def test_epoch_is_passed_on() -> None:
@@ -223,29 +209,6 @@ def test_epoch_is_passed_on() -> None:
     sampler = ShardedSampler(WithEpochs(), 2, 0)
     sampler.set_epoch(7)
     assert list(sampler) == [7]
-
-
-class Unsized:
-    """A sampler without length, which may be endless."""
-
-    def __init__(self, items: Any) -> None:
-        self.items = items
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.items())
-
-
-@pytest.mark.parametrize(
-    ("uneven", "expected"),
-    [
-        ("keep", [[0, 3, 6], [1, 4], [2, 5]]),
-        ("drop", [[0, 3], [1, 4], [2, 5]]),
-        ("pad", [[0, 3, 6], [1, 4, 0], [2, 5, 1]]),
-    ],
-)
-def test_streams_without_length(uneven: Uneven, expected: list[list[int]]) -> None:
-    """Seven items of a sampler without length are split like those of one with a length."""
-    assert shards(Unsized(lambda: range(7)), 3, uneven) == expected
 
 
 def test_endless_stream() -> None:

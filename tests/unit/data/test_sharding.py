@@ -29,25 +29,20 @@ def batches(shard: Any, world_size: int, loader: Any, **options: Any) -> list[li
     return [[batch.tolist() if torch.is_tensor(batch) else batch for batch in part] for part in parts]
 
 
-def test_training_shards_are_equal() -> None:
-    """Samples are interleaved, and repeated until all ranks have the same number."""
-    assert batches(shard_for_training, 2, DataLoader(DATA, 2)) == [[[0, 2], [4, 6]], [[1, 3], [5, 0]]]
+def test_shards() -> None:
+    """Those for training are equal: samples are repeated, or left out as the loader does.
 
-
-def test_training_drops_what_the_loader_drops() -> None:
-    """With drop_last, nothing is repeated: samples that do not divide evenly are left out."""
-    loader = DataLoader(DATA, 3, drop_last=True)
-    assert batches(shard_for_training, 2, loader) == [[[0, 2, 4]], [[1, 3, 5]]]
-
-
-def test_evaluation_counts_each_sample_once() -> None:
-    """Nothing is repeated in evaluation, so shards may differ by one sample."""
-    assert batches(shard_for_evaluation, 2, DataLoader(DATA, 2)) == [[[0, 2], [4, 6]], [[1, 3], [5]]]
-
-
-def test_prediction_deals_out_whole_batches() -> None:
-    """In prediction the ranks get the loader's own batches in turn."""
-    assert batches(shard_for_prediction, 2, DataLoader(DATA, 2)) == [[[0, 1], [4, 5]], [[2, 3], [6]]]
+    Nothing is repeated in evaluation. In prediction the ranks get the loader's own batches in turn.
+    """
+    loader = DataLoader(DATA, 2)
+    assert batches(shard_for_training, 2, loader) == [[[0, 2], [4, 6]], [[1, 3], [5, 0]]]
+    drops = DataLoader(DATA, 3, drop_last=True)
+    assert batches(shard_for_training, 2, drops) == [[[0, 2, 4]], [[1, 3, 5]]]
+    assert batches(shard_for_evaluation, 2, loader) == [[[0, 2], [4, 6]], [[1, 3], [5]]]
+    assert batches(shard_for_prediction, 2, loader) == [[[0, 1], [4, 5]], [[2, 3], [6]]]
+    for world_size in (1, 2, 3):  # the ranks together get the samples of one process
+        parts = batches(shard_for_evaluation, world_size, drops)
+        assert sorted(index for part in parts for batch in part for index in batch) == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("shard", [shard_for_training, shard_for_evaluation])
@@ -172,15 +167,11 @@ def test_iterable_data_that_can_be_split(shard: Any, dataset: Any) -> None:
 
 
 def test_iterable_data_get_the_epoch() -> None:
-    """`set_epoch` is called on the data; other attributes are the data's own."""
+    """`set_epoch` is called on the data; `dataset` has all attributes of the user's, to read and to set."""
     dataset: Any = shard_for_training(DataLoader(InParts()), 2, 0).dataset
     set_epoch_of(3, dataset)
     assert (dataset.epoch, dataset.numbers) == (3, DATA)
     assert pickle.loads(pickle.dumps(dataset)).numbers == DATA
-
-
-def test_attributes_of_iterable_data_keep_their_names() -> None:
-    """Of a loader that is split, `dataset` has all attributes of the user's data, to read and to set."""
     data: Any = InParts()
     data.part = "first"
     shard: Any = shard_for_training(DataLoader(data), num_replicas=2, rank=1)
@@ -196,24 +187,14 @@ def test_iterable_data_cannot_be_predicted_in_order() -> None:
     assert "gather=None" in caught.value.fix()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_evaluation_drops_what_one_process_drops(world_size: int) -> None:
-    """With drop_last the ranks together get the samples of one process, for any number of ranks."""
-    parts = batches(shard_for_evaluation, world_size, DataLoader(DATA, 3, drop_last=True))
-    assert sorted(index for part in parts for batch in part for index in batch) == [0, 1, 2, 3, 4, 5]
-
-
 def test_everything_that_a_loader_has_is_kept() -> None:
     """Collate function, worker_init_fn, generator and other attributes are the user's own."""
     generator = torch.Generator()
-    options: dict[str, Any] = {
-        "collate_fn": list,
-        "worker_init_fn": print,
-        "timeout": 3,
-        "prefetch_factor": 5,
-    }
-    loader = DataLoader(DATA, 2, shuffle=True, generator=generator, num_workers=2, **options)
+    options: dict[str, Any] = {"collate_fn": list, "worker_init_fn": print, "timeout": 3}
+    loader = DataLoader(
+        DATA, 2, shuffle=True, generator=generator, num_workers=2, prefetch_factor=5, **options
+    )
     shard = shard_for_training(loader, 2, 0)
     assert shard.generator is generator
     assert {name: getattr(shard, name) for name in options} == options
-    assert shard.num_workers == 2
+    assert (shard.num_workers, shard.prefetch_factor) == (2, 5)

@@ -76,12 +76,10 @@ def test_evaluation_counts_each_sample_once(kind: Any) -> None:
     for make in WAYS:
         shards = [shard_for_evaluation(make(plain(rank, kind)), 3, rank) for rank in range(3)]
         assert sorted(index for shard in shards for index in read(shard)) == DATA
-
-
-def test_evaluation_may_be_split_twice() -> None:
-    """Splitting a loader by hand, before the Trainer does, changes nothing."""
-    once = shard_for_evaluation(as_sampler(plain(2)), 3, 2)
-    assert shard_for_evaluation(once, 3, 2) is once
+    once = shard_for_evaluation(as_sampler(plain(2, kind)), 3, 2)
+    assert shard_for_evaluation(once, 3, 2) is once  # splitting by hand, before the Trainer does
+    # The length of a sampler that repeats nothing holds for one rank only, so the sizes are unknown.
+    assert (batch_sizes(as_sampler(plain(1, kind))) is None) == (kind is Unrepeated)
 
 
 class OfTwo(BatchSampler):
@@ -103,14 +101,10 @@ def test_evaluation_refuses_unknown_repetitions(loader: Any) -> None:
 @pytest.mark.parametrize("shard", [shard_for_training, shard_for_evaluation])
 @pytest.mark.parametrize("place", [(3, 1), (4, 0), (1, 0)])
 def test_another_ranks_part_is_refused(shard: Any, place: tuple[int, int]) -> None:
-    """A sampler for another rank or another number of ranks is an error: data would be missing."""
+    """A sampler for another rank or number of ranks is an error, also of a loader that rankwise has split."""
     for make in WAYS:
         with pytest.raises(UnshardableLoaderError, match="it has part 0 of 3 already, but this rank's is"):
             shard(make(plain(0)), *place)
-
-
-def test_another_ranks_part_of_a_sharded_loader_is_refused() -> None:
-    """The same holds for a loader that rankwise has split."""
     with pytest.raises(UnshardableLoaderError, match="ShardedSampler"):
         shard_for_training(shard_for_training(DataLoader(DATA, 2), 2, 0), 2, 1)
 
@@ -119,28 +113,17 @@ def test_another_ranks_part_of_a_sharded_loader_is_refused() -> None:
     "sampler", [plain(0), plain(2, Renamed), RandomSampler(DATA), DistributedSampler(DATA, 3, 0)]
 )
 def test_prediction_has_the_order_of_the_data(sampler: Any) -> None:
-    """Torch's samplers that shuffle or split are replaced, wherever they are in the loader."""
+    """Torch's samplers that shuffle or split are replaced, wherever they are; those that select stay."""
     for make in WAYS:
         assert read(in_dataset_order(make(sampler))) == DATA
         size = 1 if make is without_batches else 2
         parts = [read(shard_for_prediction(make(sampler), 2, rank)) for rank in range(2)]
         assert parts[0] == [index for index in DATA if index // size % 2 == 0]
         assert sorted(parts[0] + parts[1]) == DATA
-
-
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        SubsetRandomSampler([3, 1]),
-        RandomSampler(DATA, replacement=True),
-        RandomSampler(DATA, num_samples=3),
-        SequentialSampler(DATA),
-    ],
-)
-def test_selecting_samplers_do_not_change(sampler: Any) -> None:
-    """Samplers with their own order or selection of samples stay."""
-    loader = as_sampler(sampler)
-    assert in_dataset_order(loader) is loader
+    drawn = (RandomSampler(DATA, replacement=True), RandomSampler(DATA, num_samples=3))
+    for own in (SubsetRandomSampler([3, 1]), *drawn, SequentialSampler(DATA)):
+        loader = as_sampler(own)
+        assert in_dataset_order(loader) is loader
 
 
 @pytest.mark.parametrize(
@@ -174,24 +157,14 @@ def shuffled(seed: int) -> DataLoader[Any]:
 
 
 def test_the_users_generator_decides_the_order() -> None:
-    """The generator's seed determines the order, the same on each rank; an explicit seed overrides it."""
+    """Its seed determines the order, the same on each rank, unless there is an explicit one."""
     orders = [[read(shard_for_training(shuffled(seed), 2, rank)) for rank in range(2)] for seed in (5, 6, 5)]
     assert orders[0] == orders[2] != orders[1]
     assert all(sorted(first + second) == DATA for first, second in orders)
     assert read(shard_for_training(shuffled(5), 1, 0, seed=1)) == read(
         shard_for_training(shuffled(6), 1, 0, seed=1)
     )
-
-
-def test_order_seed() -> None:
-    """`order_seed` is None for loaders without generator, and for those that are already split."""
     assert order_seed(shuffled(5)) == order_seed(shuffled(5)) != order_seed(shuffled(6))
     assert order_seed(DataLoader(DATA, 2, shuffle=True)) is None
     assert order_seed(shard_for_training(shuffled(5), 2, 0)) is None
     assert order_seed([1, 2]) is None
-
-
-def test_sizes_of_samplers_that_repeat_nothing() -> None:
-    """Their length holds for one rank only, so the batch sizes are unknown."""
-    assert batch_sizes(as_sampler(plain(1, Unrepeated))) is None
-    assert batch_sizes(as_sampler(plain(1, Renamed))) is not None

@@ -1,5 +1,7 @@
 """`Fabric` in this process alone: arguments, what is set up, the loop, checkpoints, callbacks, loggers."""
 
+import copy
+import pickle
 import warnings
 from itertools import chain
 from pathlib import Path
@@ -27,6 +29,14 @@ from rankwise.precision import Precision
 from tests.unit.fabric.helpers import Classifier, data, fabric, largest_difference
 
 
+def ready(
+    make: Any = torch.optim.SGD, lr: float = 0.1, **options: Any
+) -> tuple[Fabric, Classifier, Any, Any]:
+    """Return a Fabric, a classifier, and what the Fabric makes of that and of its optimizer."""
+    one, own = fabric(**options), Classifier()
+    return one, own, *one.setup(own, make(own.parameters(), lr=lr))
+
+
 def largest_gradient(module: nn.Module) -> float:
     """Return the largest magnitude in any gradient."""
     return max(float(each.grad.abs().max()) for each in module.parameters() if each.grad is not None)
@@ -46,9 +56,7 @@ def by_hand(epochs: int = 2, size: int = 8) -> dict[str, Tensor]:
 
 def test_a_loop_gives_what_plain_torch_gives() -> None:
     """The same batches, the same weights, to the bit."""
-    one = fabric()
-    own = Classifier()
-    module, optimizer = one.setup(own, torch.optim.Adam(own.parameters(), lr=0.01))
+    one, _, module, optimizer = ready(torch.optim.Adam, lr=0.01)
     loader = one.setup_dataloaders(DataLoader(data(), batch_size=8))
     for _ in range(2):
         for batch in loader:
@@ -58,8 +66,8 @@ def test_a_loop_gives_what_plain_torch_gives() -> None:
     assert largest_difference(module.state_dict(), by_hand()) == 0
 
 
-def test_what_a_fabric_knows() -> None:
-    """Ranks, device and strategy; no launch is needed for one process."""
+def test_what_a_fabric_knows(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks, device and strategy; no launch is needed for one process. It prints once, and seeds."""
     one = fabric()
     places = (one.global_rank, one.local_rank, one.node_rank, one.world_size, one.is_global_zero)
     assert places == (0, 0, 0, 1, True)
@@ -69,38 +77,46 @@ def test_what_a_fabric_knows() -> None:
     assert one.to_device({"a": torch.ones(1)})["a"].device == one.device
     with one.rank_zero_first():
         one.barrier()
+    one.print("a", 1, sep="-")
+    assert capsys.readouterr().out == "a-1\n"
+    assert Fabric.seed_everything(7) == 7
+    first = torch.rand(1)
+    Fabric.seed_everything(7)
+    assert torch.equal(first, torch.rand(1))
 
 
 def test_launch_returns_the_functions_value() -> None:
-    """The function gets the Fabric first, then its arguments."""
+    """The function gets the Fabric first, then its arguments; one that takes no Fabric is refused."""
     assert fabric().launch(lambda own, a, b: (own.world_size, a, b), 2, b=3) == (1, 2, 3)
-
-
-@pytest.mark.parametrize("function", [3, lambda: None])
-def test_a_function_that_takes_no_fabric_is_refused(function: Any) -> None:
-    """What is no function, and a function without arguments."""
-    with pytest.raises(InvalidTypeError, match="that takes the Fabric"):
-        fabric().launch(function)
+    wrong: list[Any] = [3, lambda: None]
+    for function in wrong:
+        with pytest.raises(InvalidTypeError, match="that takes the Fabric"):
+            fabric().launch(function)
 
 
 def test_processes_must_be_launched() -> None:
-    """Everything that needs the other ranks is an error before the launch, and a fork needs a function."""
+    """What needs other ranks, or a process group, is an error before the launch; a fork needs a function."""
     two = Fabric(accelerator="cpu", devices=2, strategy="ddp_fork")
     own = Classifier()
     loader = DataLoader(data())
+    optimizer = torch.optim.SGD(own.parameters())
     for call in (
-        lambda: two.setup(own),
-        lambda: two.setup_optimizers(torch.optim.SGD(own.parameters())),
-        lambda: two.setup_dataloaders(loader),
-        lambda: two.all_gather(1.0),
-        lambda: two.save("x", {}),
-        lambda: two.load("x"),
-        two.barrier,
+        *(
+            lambda: two.setup(own),
+            lambda: two.setup_optimizers(optimizer),
+            lambda: two.setup_dataloaders(loader),
+        ),
+        *(lambda: two.all_gather(1.0), lambda: two.save("x", {}), lambda: two.load("x"), two.barrier),
     ):
         with pytest.raises(LifecycleError, match="not launched"):
             call()
     with pytest.raises(LaunchRefusedError, match="needs the function"):
         two.launch()
+    strategy = DDPStrategy(accelerator="cpu", devices=1, start_method="fork")
+    one = Fabric(strategy=strategy)
+    assert one.strategy is strategy
+    with pytest.raises(LifecycleError, match="not launched"):
+        one.setup(Classifier())
 
 
 def test_a_subclass_with_run_launches_itself() -> None:
@@ -126,23 +142,18 @@ def test_a_subclass_with_run_launches_itself() -> None:
     ],
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], error: type[Exception], text: str) -> None:
-    """In the constructor, by name."""
+    """In the constructor, by name; Lightning's contexts for creating modules where they are read."""
     with pytest.raises(error, match=text):
         Fabric(accelerator="cpu", **options)
-
-
-@pytest.mark.parametrize("name", ["init_module", "init_tensor", "sharded_model"])
-def test_what_is_not_there_says_what_to_write(name: str) -> None:
-    """Lightning's contexts for creating modules are refused by name."""
-    with pytest.raises(MissingAttributeError, match=f"Fabric has no {name}"):
-        getattr(fabric(), name)
+    for name in ("init_module", "init_tensor", "sharded_model"):
+        with pytest.raises(MissingAttributeError, match=f"Fabric has no {name}"):
+            getattr(fabric(), name)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_setup_refuses_what_it_cannot_honour() -> None:
     """What was set up, a scheduler alone, another optimizer's scheduler, and no module at all."""
-    one = fabric()
-    own = Classifier()
+    one, own = fabric(), Classifier()
     plain = torch.optim.SGD(own.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(own.parameters(), lr=0.1), 1)
     module, optimizer = one.setup(own, plain)
@@ -163,9 +174,8 @@ def test_setup_refuses_what_it_cannot_honour() -> None:
 
 
 def test_setup_returns_what_it_was_given() -> None:
-    """A module alone, with optimizers, with a scheduler; modules and optimizers apart."""
-    one = fabric()
-    own = Classifier()
+    """A module alone, with optimizers, with a scheduler, apart; an optimizer is of its class."""
+    one, own = fabric(), Classifier()
     first, second = (torch.optim.SGD(own.parameters(), lr=0.1) for _ in range(2))
     scheduler = torch.optim.lr_scheduler.StepLR(second, 1)
     assert isinstance(one.setup(own), FabricModule)
@@ -176,13 +186,8 @@ def test_setup_returns_what_it_was_given() -> None:
     assert isinstance(one.setup_module(own), FabricModule)
     apart = one.setup_optimizers(torch.optim.Adam(own.parameters()))
     assert isinstance(apart, (FabricOptimizer, torch.optim.Adam))
-
-
-def test_an_optimizer_is_of_its_class() -> None:
-    """Schedulers take it, see its steps, and change its learning rate."""
-    own = Classifier()
     own_optimizer = torch.optim.SGD(own.parameters(), lr=1.0)
-    _, optimizer = fabric().setup(own, own_optimizer)
+    _, optimizer = one.setup(own, own_optimizer)
     assert isinstance(optimizer, torch.optim.SGD)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     with warnings.catch_warnings():
@@ -215,8 +220,7 @@ def test_a_closure_steps() -> None:
 
 def test_gradients_are_clipped() -> None:
     """By norm, which is returned, or by value; not by both, nor by none; a norm of NaN is an error."""
-    one, own = fabric(), Classifier()
-    module, optimizer = one.setup(own, torch.optim.SGD(own.parameters(), lr=0.1))
+    one, own, module, optimizer = ready()
     one.backward(module.training_step(data().tensors))
     norm = one.clip_gradients(module, optimizer, max_norm=1e-3)
     clipped = torch.nn.utils.get_total_norm([each.grad for each in own.parameters() if each.grad is not None])
@@ -235,7 +239,7 @@ def test_gradients_are_clipped() -> None:
 
 
 def test_backward_takes_torchs_options() -> None:
-    """By position and by name; others are refused."""
+    """By position and by name; others are refused. `no_backward_sync` needs a module that was set up."""
     one = fabric()
     x = torch.ones(2, requires_grad=True)
     one.backward(x * 3, torch.ones(2), retain_graph=True)
@@ -245,14 +249,9 @@ def test_backward_takes_torchs_options() -> None:
         one.backward(x.sum(), model=nn.Linear(1, 1))
     with pytest.raises(ConfigurationError, match="weight"):
         one.backward(x.sum(), weight=2)
-
-
-def test_no_backward_sync_needs_a_module_that_was_set_up() -> None:
-    """A plain module is refused; with one process the block does nothing."""
-    one, own = fabric(), Classifier()
     with pytest.raises(InvalidTypeError, match=r"Fabric\.setup"):
-        one.no_backward_sync(own)
-    with one.no_backward_sync(one.setup(own)):
+        one.no_backward_sync(Classifier())
+    with one.no_backward_sync(one.setup(Classifier())):  # with one process it does nothing
         pass
 
 
@@ -260,7 +259,7 @@ def test_no_backward_sync_needs_a_module_that_was_set_up() -> None:
 
 
 def test_a_module_is_the_users() -> None:
-    """Attributes, parameters, submodules, names and modes are those of the user's module."""
+    """Attributes, parameters, submodules, names and modes are those of the user's module; so is a copy."""
     own = Classifier()
     module = fabric().setup(own)
     assert module.module is own
@@ -282,14 +281,6 @@ def test_a_module_is_the_users() -> None:
         module.nothing  # noqa: B018  the access itself raises
     with pytest.raises(InvalidArgumentError, match="assign"):
         module.load_state_dict(own.state_dict(), assign=True)
-
-
-def test_a_copy_of_a_module_is_the_users() -> None:
-    """By pickle and by copy, as for weights that are averaged."""
-    import copy
-    import pickle
-
-    module = fabric().setup(Classifier())
     assert type(copy.deepcopy(module)) is Classifier
     assert type(pickle.loads(pickle.dumps(module))) is Classifier
 
@@ -306,23 +297,17 @@ def test_marked_methods_run_in_the_precision() -> None:
     module.mark_forward_method("loss")
     assert module.loss(x, y).requires_grad
     assert not module.module._forward_pre_hooks
-    for wrong, error in (
-        (3, InvalidTypeError),
-        ("forward", InvalidArgumentError),
-        ("no", InvalidArgumentError),
-    ):
+    wrong: dict[Any, type[Exception]] = {3: InvalidTypeError, "forward": InvalidArgumentError}
+    for name, error in {**wrong, "no": InvalidArgumentError}.items():
         with pytest.raises(error):
-            module.mark_forward_method(wrong)
+            module.mark_forward_method(name)
 
 
 def test_formats() -> None:
-    """The module computes in the precision; its output has torch's default dtype."""
+    """The module computes in the precision, which gets all modules; its output has torch's default dtype."""
     seen = []
-    for name, dtype in (
-        ("bf16-mixed", torch.bfloat16),
-        ("64-true", torch.float64),
-        ("bf16-true", torch.bfloat16),
-    ):
+    dtypes = {"bf16-mixed": torch.bfloat16, "64-true": torch.float64, "bf16-true": torch.bfloat16}
+    for name, dtype in dtypes.items():
         own = Classifier()
         own.first.register_forward_hook(lambda layer, args, output: seen.append(output.dtype))
         one = fabric(precision=name)
@@ -332,11 +317,21 @@ def test_formats() -> None:
         with one.autocast():
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is dtype or name == "64-true"
 
+    given: list[Any] = []
+
+    class Noting(Precision):
+        def configure(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+            given.append(module)
+
+    one, modules = fabric(plugins=[Noting()]), [Classifier(), Classifier()]
+    for own in modules:
+        one.setup(own, torch.optim.SGD(own.parameters(), lr=0.1))
+    assert [given[0], *given[1]] == [modules[0], *modules]
+
 
 def test_a_scaled_loss_needs_the_fabrics_backward() -> None:
-    """`loss.backward()` would not scale; with `fabric.backward` and a step the weights change."""
-    one, own = fabric(precision="16-mixed"), Classifier()
-    module, optimizer = one.setup(own, torch.optim.SGD(own.parameters(), lr=0.1))
+    """`loss.backward()` would not scale; one that is weighted needs its weight and the window's block."""
+    one, own, module, optimizer = ready(precision="16-mixed")
     with pytest.raises(ConfigurationError, match=r"fabric\.backward"):
         module.training_step(data().tensors).backward()
     optimizer.zero_grad()
@@ -346,30 +341,36 @@ def test_a_scaled_loss_needs_the_fabrics_backward() -> None:
     optimizer.step()
     assert largest_gradient(own) < 1  # unscaled
     assert not torch.equal(before, own.first.weight)
+    one, own, module, optimizer = ready(strategy=SingleDeviceStrategy(gradient_weighting="logged"))
+    x, y = data().tensors
+    with pytest.raises(ConfigurationError, match="has no weight"):
+        one.backward(module.training_step((x, y)))
+    with pytest.raises(ConfigurationError, match="outside of the block"):
+        one.backward(module.training_step((x, y)), weight=32)
+    for start, end in ((0, 20), (20, 32)):  # two microbatches of different sizes
+        with one.gradient_sync_context(module, optimizer, is_final_microbatch=end == 32):
+            one.backward(module.training_step((x[start:end], y[start:end])), weight=end - start)
+    plain = Classifier()
+    plain.training_step((x, y)).backward()
+    torch.testing.assert_close(own.first.weight.grad, plain.first.weight.grad)
 
 
-def test_master_weights_follow_what_is_loaded() -> None:
-    """A step after `load_state_dict` starts from the loaded weights, not from the older copies."""
-    one, own = fabric(precision="bf16-master"), Classifier()
-    module, optimizer = one.setup(own, torch.optim.SGD(own.parameters(), lr=0.0))
+def test_master_weights_follow_what_is_loaded(tmp_path: Path) -> None:
+    """A step starts from the loaded weights, not from older copies; copies and scale are in a checkpoint."""
+    one, own, module, optimizer = ready(lr=0.0, precision="bf16-master")
     module.load_state_dict({name: torch.zeros_like(value) for name, value in own.state_dict().items()})
     one.backward(module.training_step(data().tensors))
     optimizer.step()
     assert all(not each.detach().any() for each in own.parameters())
-
-
-def test_a_precision_gets_all_modules() -> None:
-    """`configure` gets the module itself, and a list where there are several."""
-    seen: list[Any] = []
-
-    class Noting(Precision):
-        def configure(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-            seen.append(module)
-
-    one, modules = fabric(plugins=[Noting()]), [Classifier(), Classifier()]
-    for own in modules:
-        one.setup(own, torch.optim.SGD(own.parameters(), lr=0.1))
-    assert [seen[0], *seen[1]] == [modules[0], *modules]
+    one, _, module, optimizer = ready(lr=1e-6, precision="16-master")
+    one.backward(module.training_step(data().tensors))
+    optimizer.step()
+    masters = [each.clone() for each in optimizer.param_groups[0]["params"]]
+    one.save(tmp_path / "x", {"model": module, "optimizer": optimizer})
+    two, _, other, sgd = ready(lr=1e-6, precision="16-master")
+    assert two.load(tmp_path / "x", {"model": other, "optimizer": sgd}) == {}
+    assert all(map(torch.equal, sgd.param_groups[0]["params"], masters))
+    assert one.strategy.precision.state_dict()["scaler"] == two.strategy.precision.state_dict()["scaler"]
 
 
 # ------------------------------------------------------------------------------------------- loaders
@@ -407,8 +408,7 @@ def test_loaders_that_cannot_be_set_up() -> None:
 
 def test_a_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
     """Module, optimizer and values are restored in place; the rest of the file is returned."""
-    one, own = fabric(), Classifier()
-    module, optimizer = one.setup(own, torch.optim.Adam(own.parameters(), lr=0.01))
+    one, _, module, optimizer = ready(torch.optim.Adam, lr=0.01)
     one.backward(module.training_step(data().tensors))
     optimizer.step()
     path = tmp_path / "a" / "state.ckpt"
@@ -424,11 +424,8 @@ def test_a_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
     assert set(one.load(path)) == {"model", "optimizer", "epoch", "more"}
     with pytest.raises(CheckpointError, match="has no 'scheduler'"):
         one.load(path, {"scheduler": None})
-    assert one.load(path, {"scheduler": None, "epoch": 0}, strict=False).keys() == {
-        "model",
-        "optimizer",
-        "more",
-    }
+    rest = one.load(path, {"scheduler": None, "epoch": 0}, strict=False)
+    assert rest.keys() == {"model", "optimizer", "more"}
     with pytest.raises(InvalidArgumentError, match="weights_only"):
         one.load(path, weights_only=False)
     with pytest.raises(CheckpointError, match="cannot be restored"):
@@ -436,7 +433,7 @@ def test_a_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_part_of_a_state_is_saved(tmp_path: Path) -> None:
-    """By filters; those that fit nothing are refused."""
+    """By filters; those that fit nothing are refused. `load_raw` reads the state of one object."""
     one = fabric()
     module = one.setup(Classifier())
     one.save(tmp_path / "x", {"model": module}, filter={"model": lambda name, value: name.endswith("bias")})
@@ -445,28 +442,8 @@ def test_a_part_of_a_state_is_saved(tmp_path: Path) -> None:
         one.save(tmp_path / "x", {"model": module}, filter={"other": lambda name, value: True})
     with pytest.raises(InvalidTypeError, match="filter"):
         one.save(tmp_path / "x", {"model": module}, filter={"model": 3})  # type: ignore[dict-item]  # wrong on purpose
-
-
-def test_the_scale_and_the_master_weights_are_saved(tmp_path: Path) -> None:
-    """What the precision keeps is in the file, and is restored."""
-    one, own = fabric(precision="16-master"), Classifier()
-    module, optimizer = one.setup(own, torch.optim.SGD(own.parameters(), lr=1e-6))
-    one.backward(module.training_step(data().tensors))
-    optimizer.step()
-    masters = [each.clone() for each in optimizer.param_groups[0]["params"]]
-    one.save(tmp_path / "x", {"model": module, "optimizer": optimizer})
-    two, fresh = fabric(precision="16-master"), Classifier()
-    other, sgd = two.setup(fresh, torch.optim.SGD(fresh.parameters(), lr=1e-6))
-    assert two.load(tmp_path / "x", {"model": other, "optimizer": sgd}) == {}
-    assert all(map(torch.equal, sgd.param_groups[0]["params"], masters))
-    assert one.strategy.precision.state_dict()["scaler"] == two.strategy.precision.state_dict()["scaler"]
-
-
-def test_the_state_of_one_object_is_loaded(tmp_path: Path) -> None:
-    """`load_raw` reads a file that torch has saved."""
-    one, own = fabric(), Classifier()
+    own = Classifier()
     torch.save({name: value + 1 for name, value in own.state_dict().items()}, tmp_path / "x")
-    module = one.setup(Classifier())
     one.load_raw(tmp_path / "x", module)
     assert largest_difference(module.state_dict(), own.state_dict()) == 1
     with pytest.raises(InvalidTypeError, match="a module or an optimizer"):
@@ -524,44 +501,3 @@ def test_numbers_are_logged(tmp_path: Path) -> None:
     assert text.splitlines() == ["loss,step,accuracy", "0.5,1,", "0.25,2,1"]
     with pytest.raises(ConfigurationError, match="no logger"):
         fabric().logger  # noqa: B018  the access itself raises
-
-
-def test_seeding() -> None:
-    """`seed_everything` is the library's."""
-    assert Fabric.seed_everything(7) == 7
-    first = torch.rand(1)
-    Fabric.seed_everything(7)
-    assert torch.equal(first, torch.rand(1))
-
-
-def test_print_prints_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """On the first process of a node."""
-    fabric().print("a", 1, sep="-")
-    assert capsys.readouterr().out == "a-1\n"
-
-
-def test_weights_need_the_block_of_the_window() -> None:
-    """With logged weights a backward pass needs its weight, and the block that averages."""
-    one = fabric(strategy=SingleDeviceStrategy(gradient_weighting="logged"))
-    own = Classifier()
-    module, optimizer = one.setup(own, torch.optim.SGD(own.parameters(), lr=0.1))
-    x, y = data().tensors
-    with pytest.raises(ConfigurationError, match="has no weight"):
-        one.backward(module.training_step((x, y)))
-    with pytest.raises(ConfigurationError, match="outside of the block"):
-        one.backward(module.training_step((x, y)), weight=32)
-    for start, end in ((0, 20), (20, 32)):  # two microbatches of different sizes
-        with one.gradient_sync_context(module, optimizer, is_final_microbatch=end == 32):
-            one.backward(module.training_step((x[start:end], y[start:end])), weight=end - start)
-    plain = Classifier()
-    plain.training_step((x, y)).backward()
-    torch.testing.assert_close(own.first.weight.grad, plain.first.weight.grad)
-
-
-def test_a_strategy_is_kept() -> None:
-    """An instance that is not bound is used; DDP needs its process group, for one process too."""
-    strategy = DDPStrategy(accelerator="cpu", devices=1, start_method="fork")
-    one = Fabric(strategy=strategy)
-    assert one.strategy is strategy
-    with pytest.raises(LifecycleError, match="not launched"):
-        one.setup(Classifier())

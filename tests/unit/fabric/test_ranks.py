@@ -142,7 +142,7 @@ def test_each_sample_is_evaluated_once() -> None:
 
 
 def test_repeated_samples_are_said() -> None:
-    """For a loader that reads the data in order, as for an evaluation; not with `each_sample_once`."""
+    """For a loader that reads in order, as for an evaluation, unless each counts once; no rank has none."""
 
     def warned(rank: int, **options: Any) -> list[str]:
         one = on_rank(rank)
@@ -156,16 +156,8 @@ def test_repeated_samples_are_said() -> None:
     assert messages
     assert all(message.startswith("1 of 5 samples are read twice") for message in messages)
     assert run_ranks(2, lambda rank: warned(rank, each_sample_once=True)) == [[], []]
-
-
-def test_no_rank_may_be_without_samples() -> None:
-    """It could not take part in what the others average."""
     with pytest.raises(ConfigurationError, match="leaves no sample for global_rank 1"):
         run_ranks(2, lambda rank: on_rank(rank).setup_dataloaders(DataLoader(data(1)), each_sample_once=True))
-
-
-def test_a_loader_is_used_as_it_is() -> None:
-    """With `use_distributed_sampler=False` every rank reads all samples."""
 
     def length(rank: int) -> int:
         loader = on_rank(rank).setup_dataloaders(DataLoader(data(5)), use_distributed_sampler=False)

@@ -58,65 +58,49 @@ def test_every_ddp_name_is_registered(pl: Any) -> None:
 
 
 def test_a_trainer_knows_its_ranks_before_a_launch(pl: Any) -> None:
-    """Devices of Lightning's Trainer are the strategy's; samplers get their number."""
+    """Devices are the strategy's, samplers get their number; what Lightning does in a launch is refused."""
     made = trainer(pl, "rankwise_ddp_spawn_find_unused_parameters_true", devices=3)
     assert (made.world_size, made.global_rank, made.num_devices) == (3, 0, 3)
     assert made.strategy.rankwise.start_method == "spawn"
     assert made.strategy.rankwise.ddp_kwargs["find_unused_parameters"] is True
     assert made.strategy.distributed_sampler_kwargs == {"num_replicas": 3, "rank": 0}
-
-
-def test_arguments_are_the_named_strategys(strategy: Callable[..., Any]) -> None:
-    """They are checked as rankwise's own."""
-    made = strategy("ddp_fork", timeout=120, static_graph=True)
-    assert made.rankwise.timeout.total_seconds() == 120
-    assert made.rankwise.ddp_kwargs["static_graph"] is True
-    with pytest.raises(UnknownArgumentError, match="find_unused_parameters"):
-        strategy("ddp", find_unused_parameter=True)
-
-
-@pytest.mark.parametrize("given", [DDPElasticStrategy(), SingleDeviceStrategy(), "ddp_elastic", 3])
-def test_what_is_no_ddp_strategy_is_refused(strategy: Callable[..., Any], given: Any) -> None:
-    """An elastic strategy restarts a Trainer of rankwise's; torchrun restarts a script."""
-    with pytest.raises(InvalidTypeError, match="torchrun"):
-        strategy(given)
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("precision", Precision()),
-        ("checkpoint_io", TorchCheckpointIO()),
-        ("sync_batchnorm", True),
-        ("sync_mode", "forced_sync"),
-        ("gradient_weighting", "samples"),
-    ],
-)
-def test_options_without_effect_are_refused(strategy: Callable[..., Any], option: str, value: Any) -> None:
-    """What only rankwise's own loops can do is named."""
-    with pytest.raises(ConfigurationError, match=f"^{option} cannot have an effect"):
-        strategy(DDPStrategy(**{option: value}))
-
-
-def test_arguments_beside_an_instance_are_refused(strategy: Callable[..., Any]) -> None:
-    """An instance has its arguments already."""
-    with pytest.raises(ConfigurationError, match="timeout cannot be added"):
-        strategy(DDPStrategy(), timeout=3)
-
-
-def test_contradicting_devices_are_refused(pl: Any, strategy: Callable[..., Any]) -> None:
-    """The strategy's devices and the Trainer's must agree."""
-    with pytest.raises(ConfigurationError, match="devices"):
-        trainer(pl, strategy("ddp", devices=2), devices=3)
-
-
-def test_without_a_launch_there_is_no_process_group(pl: Any) -> None:
-    """What Lightning does only within its own launch is refused outside of rankwise's."""
     made = trainer(pl, "rankwise_ddp", devices=2)
     with pytest.raises(LifecycleError, match="fit"):
         made.strategy.setup_distributed()
     with pytest.raises(LifecycleError):
         made.strategy.cluster_environment.main_port  # noqa: B018  it raises
+
+
+def test_arguments_are_the_named_strategys(strategy: Callable[..., Any]) -> None:
+    """They are checked as rankwise's own; an elastic strategy restarts no Trainer of Lightning's."""
+    made = strategy("ddp_fork", timeout=120, static_graph=True)
+    assert made.rankwise.timeout.total_seconds() == 120
+    assert made.rankwise.ddp_kwargs["static_graph"] is True
+    with pytest.raises(UnknownArgumentError, match="find_unused_parameters"):
+        strategy("ddp", find_unused_parameter=True)
+    for given in (DDPElasticStrategy(), SingleDeviceStrategy(), "ddp_elastic", 3):
+        with pytest.raises(InvalidTypeError, match="torchrun"):
+            strategy(given)
+
+
+def test_options_without_effect_are_refused(strategy: Callable[..., Any]) -> None:
+    """What only rankwise's own loops can do is named; an instance has its arguments already."""
+    options: dict[str, Any] = {"precision": Precision(), "checkpoint_io": TorchCheckpointIO()}
+    options |= {"sync_batchnorm": True, "sync_mode": "forced_sync", "gradient_weighting": "samples"}
+    for option, value in options.items():
+        with pytest.raises(ConfigurationError, match=f"^{option} cannot have an effect"):
+            strategy(DDPStrategy(**{option: value}))
+    with pytest.raises(ConfigurationError, match="timeout cannot be added"):
+        strategy(DDPStrategy(), timeout=3)
+
+
+def test_each_trainer_has_its_ranks(pl: Any, strategy: Callable[..., Any]) -> None:
+    """Also where two share a strategy; the strategy's devices and the Trainer's must agree."""
+    with pytest.raises(ConfigurationError, match="devices"):
+        trainer(pl, strategy("ddp", devices=2), devices=3)
+    own = DDPStrategy(start_method="fork")
+    first, second = (trainer(pl, strategy(own), devices=devices) for devices in (2, 3))
+    assert (first.world_size, second.world_size) == (2, 3)
 
 
 @pytest.fixture
@@ -156,13 +140,6 @@ def test_lightnings_default_given_within_a_launcher(
     srun = trainer(pl, "rankwise_ddp", devices=2, plugins=[environments.SLURMEnvironment()])
     assert srun.strategy.rankwise.environment.name == "slurm"
     assert (srun.global_rank, srun.world_size) == (1, 2)
-
-
-def test_a_strategy_that_another_trainer_uses(pl: Any, strategy: Callable[..., Any]) -> None:
-    """Each has ranks of its own."""
-    own = DDPStrategy(start_method="fork")
-    first, second = (trainer(pl, strategy(own), devices=devices) for devices in (2, 3))
-    assert (first.world_size, second.world_size) == (2, 3)
 
 
 def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

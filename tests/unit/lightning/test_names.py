@@ -12,18 +12,13 @@ from torch import nn
 import rankwise
 from rankwise import process_group
 from rankwise.compatibility.names import MISSING_NAMES
+from rankwise.environments import SlurmEnvironment
 from rankwise.errors import InvalidArgumentError, MissingNameError
 from rankwise.lightning.utilities import grad_norm, isolate_rng
 from rankwise.trainer.state import TrainerFn
 
 PACKAGE = "rankwise.lightning"
-COLLECTIVES = (
-    "AllGatherGrad",
-    "all_gather_ddp_if_available",
-    "gather_all_tensors",
-    "sync_ddp",
-    "sync_ddp_if_available",
-)
+COLLECTIVES = "AllGatherGrad all_gather_ddp_if_available gather_all_tensors sync_ddp sync_ddp_if_available"
 
 
 @pytest.mark.parametrize(
@@ -53,13 +48,9 @@ COLLECTIVES = (
         (".loggers.tensorboard", "TensorBoardLogger", rankwise.loggers.TensorBoardLogger),
         (".plugins.environments", "ClusterEnvironment", rankwise.ClusterEnvironment),
         (".pytorch.trainer.states", "TrainerFn", TrainerFn),
-        (
-            ".plugins.environments.slurm_environment",
-            "SLURMEnvironment",
-            rankwise.environments.SlurmEnvironment,
-        ),
+        (".plugins.environments.slurm_environment", "SLURMEnvironment", SlurmEnvironment),
         (".fabric.plugins.io.checkpoint_io", "CheckpointIO", rankwise.checkpoint.CheckpointIO),
-        *((".utilities.distributed", name, getattr(process_group, name)) for name in COLLECTIVES),
+        *((".utilities.distributed", name, getattr(process_group, name)) for name in COLLECTIVES.split()),
         (".utilities.distributed", "register_ddp_comm_hook", rankwise.gradient_sync.register_ddp_comm_hook),
     ],
 )
@@ -68,11 +59,15 @@ def test_names_are_rankwises(module: str, name: str, own: object) -> None:
     assert getattr(importlib.import_module(PACKAGE + module), name) is own
 
 
-def test_modules_are_attributes() -> None:
-    """`pl.callbacks`, `L.pytorch.callbacks` and their submodules need no import of their own."""
+def test_names_of_the_modules() -> None:
+    """Submodules need no import; special and private names are missing as Python's own tools expect."""
     pl: Any = importlib.import_module(PACKAGE)
     assert pl.callbacks.Timer is pl.pytorch.callbacks.timer.Timer is rankwise.callbacks.Timer
     assert pl.__version__ == rankwise.__version__
+    missing = importlib.import_module(f"{PACKAGE}.serve")
+    for module in (pl, pl.callbacks, missing):
+        assert getattr(module, "__wrapped__", None) is None
+        assert getattr(module, "_private", None) is None
 
 
 def test_importing_is_cheap() -> None:
@@ -104,26 +99,15 @@ def test_missing_names(statement: str, remedy: str) -> None:
         exec(statement)
 
 
-def test_special_names_are_not_refused() -> None:
-    """Special and private names are missing in the ordinary way, as Python's own tools expect."""
-    pl = importlib.import_module(PACKAGE)
-    missing = importlib.import_module(f"{PACKAGE}.serve")
-    for module in (pl, pl.callbacks, missing):
-        assert getattr(module, "__wrapped__", None) is None
-        assert getattr(module, "_private", None) is None
-
-
-@pytest.mark.parametrize(
-    "name", ["core", "callbacks", "fabric", "loggers", "plugins", "strategies", "utilities"]
-)
-def test_nothing_that_exists_is_listed_as_missing(name: str) -> None:
+def test_nothing_that_exists_is_listed_as_missing() -> None:
     """The table of missing names has no name that exists."""
-    module = importlib.import_module(f"{PACKAGE}.{name}")
-    assert set(module.__all__) & set(MISSING_NAMES) == set()
+    for name in ("core", "callbacks", "fabric", "loggers", "plugins", "strategies", "utilities"):
+        module = importlib.import_module(f"{PACKAGE}.{name}")
+        assert set(module.__all__) & set(MISSING_NAMES) == set(), name
 
 
-def test_grad_norm() -> None:
-    """The norm of each gradient and of all, with Lightning's names; without gradients there are none."""
+def test_utilities() -> None:
+    """Norms of gradients have Lightning's names; numbers drawn in a block do not change those after it."""
     layer = nn.Linear(2, 1)
     assert grad_norm(layer, 2) == {}
     layer(torch.tensor([[3.0, 0.0]])).sum().backward()
@@ -134,10 +118,6 @@ def test_grad_norm() -> None:
     assert grad_norm(layer, "inf")["grad_inf_norm_total"].item() == 3.0
     with pytest.raises(InvalidArgumentError, match="more than 0"):
         grad_norm(layer, 0)
-
-
-def test_isolate_rng() -> None:
-    """Random numbers drawn in the block do not change those after it."""
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)

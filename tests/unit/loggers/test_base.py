@@ -83,8 +83,8 @@ def test_defaults_of_the_base_class() -> None:
 
 
 @pytest.mark.usefixtures("on_rank_one")
-def test_experiment_on_other_ranks() -> None:
-    """There every attribute, item and call of it does nothing, whatever the library's object has."""
+def test_experiment_on_other_ranks(tmp_path: Path) -> None:
+    """Every attribute, item and call of it does nothing; what every rank calls writes on one."""
     logger = Recording()
     experiment = logger.experiment
     assert isinstance(experiment, NoExperiment)
@@ -97,15 +97,10 @@ def test_experiment_on_other_ranks() -> None:
     assert isinstance(pickle.loads(pickle.dumps(copy.deepcopy(experiment))), NoExperiment)
     logger.log_metrics({"loss": 1.0})
     assert logger.calls == []
-
-
-@pytest.mark.usefixtures("on_rank_one")
-def test_other_ranks_write_no_files(tmp_path: Path) -> None:
-    """What a module calls on every rank writes on one."""
-    logger = CSVLogger(tmp_path)
-    logger.log_metrics({"loss": 1.0})
-    logger.log_hyperparams({"lr": 1.0})
-    logger.finalize("success")
+    csv = CSVLogger(tmp_path)
+    csv.log_metrics({"loss": 1.0})
+    csv.log_hyperparams({"lr": 1.0})
+    csv.finalize("success")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -131,21 +126,14 @@ def test_a_failed_teardown(tmp_path: Path) -> None:
     assert logger.calls[-1] == "failed"
 
 
-def test_a_logger_that_cannot_be_finalized() -> None:
-    """The others are finalized all the same; after a success its error is raised."""
+def test_a_logger_that_cannot_be_finalized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The others are; its error is raised after a success, and reported beside the stage's own."""
     first, second = Recording(OSError("disk full")), Recording()
     with pytest.raises(OSError, match="disk full"):
         finalize_all([first, second, second], "success")
     assert second.calls == ["success"]
-
-
-def test_a_logger_that_cannot_be_finalized_after_a_failure(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The stage's own error is raised, and the logger's is reported."""
-    logger = Recording(OSError("disk full"))
     with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match="step"):
-        trainer(tmp_path, logger=logger).fit(Failing(), loader(8, 2))
+        trainer(tmp_path, logger=first).fit(Failing(), loader(8, 2))
     assert "disk full" in caplog.text
 
 

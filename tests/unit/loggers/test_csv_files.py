@@ -17,28 +17,32 @@ def lines(logger: CSVLogger) -> list[dict[str, str]]:
 
 
 def test_lines(tmp_path: Path) -> None:
-    """Each call is a line, with its step."""
-    logger = CSVLogger(tmp_path)
-    logger.log_metrics({"loss": 0.5}, step=3)
-    logger.save()
-    assert lines(logger) == [{"loss": "0.5", "step": "3"}]
+    """Each call is a line, with its step and prefix; lines are written once there are enough of them."""
+    named = CSVLogger(tmp_path, name="", version="v", prefix="my")
+    for logger, name in ((CSVLogger(tmp_path), "loss"), (named, "my-loss")):
+        logger.log_metrics({"loss": 0.5}, step=3)
+        logger.save()
+        assert lines(logger) == [{name: "0.5", "step": "3"}]
+    assert named.log_dir == str(tmp_path / "v")
+    assert CSVLogger(tmp_path, name="runs", version="first").log_dir == str(tmp_path / "runs" / "first")
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=2)
+    logger.log_metrics({"loss": 1.0})
+    assert not Path(logger.log_dir).exists()
+    logger.log_metrics({"loss": 2.0})
+    assert len(lines(logger)) == 2
+    with pytest.raises(InvalidArgumentError, match="flush_logs_every_n_steps"):
+        CSVLogger(tmp_path, flush_logs_every_n_steps=0)
 
 
 def test_new_columns(tmp_path: Path) -> None:
-    """A metric that comes later becomes a column, empty in the lines before."""
+    """They are empty in the lines before; nothing is left of a file that another program has made longer."""
     logger = CSVLogger(tmp_path)
     logger.log_metrics({"loss": 0.5}, step=1)
     logger.save()
     logger.log_metrics({"accuracy": 0.9}, step=2)
     logger.finalize("success")
-    assert lines(logger) == [
-        {"loss": "0.5", "step": "1", "accuracy": ""},
-        {"loss": "", "step": "2", "accuracy": "0.9"},
-    ]
-
-
-def test_new_columns_in_a_file_that_becomes_shorter(tmp_path: Path) -> None:
-    """Nothing is left of a file that another program has saved in a longer form."""
+    expected = [{"loss": "0.5", "step": "1", "accuracy": ""}, {"loss": "", "step": "2", "accuracy": "0.9"}]
+    assert lines(logger) == expected
     logger = CSVLogger(tmp_path)
     logger.log_metrics({"loss": 0.5}, step=1)
     logger.save()
@@ -48,17 +52,8 @@ def test_new_columns_in_a_file_that_becomes_shorter(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(logger)] == ["1", "2"]
 
 
-def test_lines_are_collected(tmp_path: Path) -> None:
-    """Lines are written once there are enough of them."""
-    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=2)
-    logger.log_metrics({"loss": 1.0})
-    assert not Path(logger.log_dir).exists()
-    logger.log_metrics({"loss": 2.0})
-    assert len(lines(logger)) == 2
-
-
 def test_versions_count_up(tmp_path: Path) -> None:
-    """A run takes the number after the highest that is there, and keeps it."""
+    """A run takes the number after the highest that is there, and keeps it; with its state, too."""
     (tmp_path / "rankwise_logs" / "version_9").mkdir(parents=True)
     (tmp_path / "rankwise_logs" / "version_best").mkdir()
     logger = CSVLogger(tmp_path)
@@ -66,21 +61,9 @@ def test_versions_count_up(tmp_path: Path) -> None:
     assert logger.log_dir == str(tmp_path / "rankwise_logs" / "version_10")
     (tmp_path / "rankwise_logs" / "version_10").mkdir()
     assert logger.version == 10
-
-
-def test_version_travels(tmp_path: Path) -> None:
-    """Another process that loads the state writes to the same folder."""
-    (tmp_path / "rankwise_logs" / "version_4").mkdir(parents=True)
-    logger, other = CSVLogger(tmp_path), CSVLogger(tmp_path)
-    state = logger.state_dict()
-    Path(logger.log_dir).mkdir()
-    other.load_state_dict(state)
+    other = CSVLogger(tmp_path)
+    other.load_state_dict(logger.state_dict())
     assert other.log_dir == logger.log_dir
-
-
-def test_named_version(tmp_path: Path) -> None:
-    """A version may have a name."""
-    assert CSVLogger(tmp_path, name="runs", version="first").log_dir == str(tmp_path / "runs" / "first")
 
 
 def test_hyper_parameters(tmp_path: Path) -> None:
@@ -88,21 +71,6 @@ def test_hyper_parameters(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     logger.log_hyperparams({"lr": 0.1, "data": Path("here")})
     assert json.loads((Path(logger.log_dir) / "hparams.json").read_text()) == {"lr": 0.1, "data": "here"}
-
-
-def test_flush_interval_is_checked(tmp_path: Path) -> None:
-    """Flushing after less than one line is refused."""
-    with pytest.raises(InvalidArgumentError, match="flush_logs_every_n_steps"):
-        CSVLogger(tmp_path, flush_logs_every_n_steps=0)
-
-
-def test_prefix(tmp_path: Path) -> None:
-    """A prefix goes before each metric, and not before the step."""
-    logger = CSVLogger(tmp_path, name="", version="v", prefix="my")
-    logger.log_metrics({"loss": 0.5}, step=3)
-    logger.save()
-    assert lines(logger) == [{"my-loss": "0.5", "step": "3"}]
-    assert logger.log_dir == str(tmp_path / "v")
 
 
 def test_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,28 +60,26 @@ def test_later_runs(tmp_path: Path) -> None:
 
 
 def test_asynchronous(tmp_path: Path) -> None:
-    """`synchronous=False` writes in a thread, and all is written at the end."""
+    """`synchronous=False` writes in a thread, all at the end; who loads the state writes to the same run."""
     logger = MLFlowLogger(save_dir=tmp_path, synchronous=False)
     for step in range(3):
         logger.log_metrics({"loss": 1.0}, step)
     logger.finalize("success")
     history = client(tmp_path).get_metric_history(logger.run_id, "loss")
     assert sorted(metric.step for metric in history) == [0, 1, 2]
-
-
-def test_another_process(tmp_path: Path) -> None:
-    """One that loads the state writes to the same run."""
-    logger, other = MLFlowLogger(save_dir=tmp_path), MLFlowLogger(save_dir=tmp_path)
+    other = MLFlowLogger(save_dir=tmp_path)
     other.load_state_dict(logger.state_dict())
     assert (other.run_id, other.experiment_id) == (logger.run_id, logger.experiment_id)
     assert other.log_dir == logger.log_dir
 
 
 def test_servers_have_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`MLFLOW_TRACKING_URI` is the default; a server or database has no folder for checkpoints."""
+    """The variable is the default; a server or database has no folder. `log_model` would upload nothing."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
     assert (MLFlowLogger().save_dir, MLFlowLogger().log_dir) == (None, None)
     assert MLFlowLogger(tracking_uri="sqlite:///runs.db").save_dir is None
+    with pytest.raises(ConfigurationError, match="would upload no checkpoint"):
+        MLFlowLogger(log_model="all")
 
 
 @pytest.mark.usefixtures("on_rank_one")
@@ -95,9 +93,3 @@ def test_other_ranks(tmp_path: Path) -> None:
     logger.finalize("success")
     assert (logger.run_id, logger.log_dir) == (None, None)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_refused() -> None:
-    """`log_model` would upload nothing."""
-    with pytest.raises(ConfigurationError, match="would upload no checkpoint"):
-        MLFlowLogger(log_model="all")

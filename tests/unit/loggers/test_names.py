@@ -20,19 +20,15 @@ class Silent(Logger):
     def log_hyperparams(self, params: Any) -> None: ...
 
 
-def test_a_trainers_loggers(tmp_path: Path) -> None:
-    """A name, in any case, with options; its folder is the Trainer's, unless an option says another."""
+def test_a_trainers_loggers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name in any case, with options; the folder is the option's, the Trainer's or, in Fabric, this one."""
     made = trainer(tmp_path, logger=["CSV:name=digits,version=3", Silent(), "csv:save_dir=elsewhere"]).loggers
     assert [type(each) for each in made] == [CSVLogger, Silent, CSVLogger]
     assert made[0].log_dir == str(tmp_path / "digits" / "version_3")
     assert made[2].save_dir == str(Path("elsewhere").absolute())
-
-
-def test_a_fabrics_loggers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name's folder is the working directory."""
     monkeypatch.chdir(tmp_path)
-    [made] = Fabric(accelerator="cpu", devices=1, loggers="csv").loggers
-    assert (type(made), made.save_dir) == (CSVLogger, str(tmp_path))
+    [own] = Fabric(accelerator="cpu", devices=1, loggers="csv").loggers
+    assert (type(own), own.save_dir) == (CSVLogger, str(tmp_path))
 
 
 @pytest.mark.parametrize(

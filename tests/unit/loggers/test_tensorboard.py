@@ -31,7 +31,7 @@ def test_metrics(tmp_path: Path) -> None:
 
 
 def test_hyper_parameters(tmp_path: Path) -> None:
-    """They are flat, come with a metric, and are found by TensorBoard's plugin."""
+    """They are flat, are found by TensorBoard's plugin, and come with a metric, if any, at step 0."""
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     logger = TensorBoardLogger(tmp_path, name=None, version=0, prefix="my")
@@ -42,22 +42,11 @@ def test_hyper_parameters(tmp_path: Path) -> None:
     assert hyper_parameters["opt/lr"].number_value == 0.5
     assert hyper_parameters["opt/name"].string_value == "None"
     logger.finalize("success")
-
-
-def test_hyper_parameters_with_metrics(tmp_path: Path) -> None:
-    """Metrics that come with them are logged at step 0."""
-    logger = TensorBoardLogger(tmp_path)
-    logger.log_hyperparams({"lr": 0.1}, {"best": torch.tensor(3.0)})
-    assert scalars(logger.log_dir) == {"best": [(0, 3.0)]}
-    logger.finalize("success")
-
-
-def test_no_default_metric(tmp_path: Path) -> None:
-    """`default_hp_metric=False` writes none."""
-    logger = TensorBoardLogger(tmp_path, default_hp_metric=False)
-    logger.log_hyperparams({"lr": 0.1})
-    assert scalars(logger.log_dir) == {}
-    logger.finalize("success")
+    for name, metrics in (("given", {"best": torch.tensor(3.0)}), ("none", None)):
+        logger = TensorBoardLogger(tmp_path, name, default_hp_metric=metrics is not None)
+        logger.log_hyperparams({"lr": 0.1}, metrics)
+        assert scalars(logger.log_dir) == ({} if metrics is None else {"best": [(0, 3.0)]})
+        logger.finalize("success")
 
 
 def test_images(tmp_path: Path) -> None:
@@ -108,14 +97,10 @@ class WithGraph(Line):
 
 
 def test_graph(tmp_path: Path) -> None:
-    """`log_graph=True` writes the graph when a fit begins."""
+    """It is written when a fit begins; a module without example arguments gets a warning, if asked."""
     logger = TensorBoardLogger(tmp_path, log_graph=True)
     trainer(tmp_path, logger=logger).fit(WithGraph(), loader(8, 2))
     assert events(logger.log_dir).Tags()["graph"]
-
-
-def test_no_graph(tmp_path: Path) -> None:
-    """A module without example arguments gets a warning, once it is asked for a graph."""
     TensorBoardLogger(tmp_path).log_graph(Line())
     with pytest.warns(UserWarning, match="Line has no example_input_array"):
         TensorBoardLogger(tmp_path, log_graph=True).log_graph(Line())

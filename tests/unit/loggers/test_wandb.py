@@ -112,7 +112,7 @@ def test_run_in_progress(tmp_path: Path) -> None:
 
 
 def test_two_runs(tmp_path: Path) -> None:
-    """Two loggers of different ids have two runs."""
+    """Two ids are two runs; a new run's is random, names its folder, and reaches other processes."""
     loggers = [offline(tmp_path, id=name) for name in ("one", "two")]
     for number, logger in enumerate(loggers):
         logger.log_metrics({"loss": float(number)})
@@ -120,10 +120,6 @@ def test_two_runs(tmp_path: Path) -> None:
         logger.finalize("failed")
     runs = {run.id: [line["loss"] for line in run.history] for run in recorded(tmp_path)}
     assert runs == {"one": [0.0], "two": [1.0]}
-
-
-def test_folders(tmp_path: Path) -> None:
-    """A new run has a random id, which its folder is named after; another process gets it."""
     logger, other = offline(tmp_path), offline(tmp_path)
     assert re.fullmatch("[a-z0-9]{8}", logger.version)
     assert logger.log_dir == str(tmp_path / "project" / logger.version)
@@ -146,21 +142,15 @@ def test_other_ranks(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"version": "a", "id": "b"}, "names two runs"),
-        ({"log_model": "all"}, "would upload no checkpoint"),
-        ({"offline": True, "mode": "online"}, "contradicts itself"),
-    ],
-)
-def test_refused(options: dict[str, Any], problem: str) -> None:
-    """What contradicts, or would have no effect, is an error."""
-    with pytest.raises(ConfigurationError, match=problem):
-        WandbLogger(**options)
-
-
-def test_captions_of_other_number(tmp_path: Path) -> None:
-    """There must be a caption for each image."""
+def test_refused(tmp_path: Path) -> None:
+    """What contradicts, or would have no effect, is an error; there must be a caption for each image."""
+    problems: dict[str, dict[str, Any]] = {
+        "names two runs": {"version": "a", "id": "b"},
+        "would upload no checkpoint": {"log_model": "all"},
+        "contradicts itself": {"offline": True, "mode": "online"},
+    }
+    for problem, options in problems.items():
+        with pytest.raises(ConfigurationError, match=problem):
+            WandbLogger(**options)
     with pytest.raises(ConfigurationError, match="not one value for each of 2 items"):
         offline(tmp_path).log_image("digits", [torch.rand(4, 4), torch.rand(4, 4)], caption=["a"])

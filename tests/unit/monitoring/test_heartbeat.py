@@ -4,7 +4,7 @@ from rankwise.monitoring.heartbeat import NO_FILE, failure_time_of, heartbeat_wr
 
 
 def test_the_first_note_counts() -> None:
-    """The heartbeat is that of the failure, however far the clean-up is when it is reported."""
+    """The heartbeat is that of the failure, whatever is reported later; without one there is a time only."""
     error = RuntimeError()
     with heartbeat_written_to(NO_FILE):
         report_phase("backward", step=3, waits=True)
@@ -13,8 +13,4 @@ def test_the_first_note_counts() -> None:
         assert failure_time_of(error) is noted
     assert noted.heartbeat is not None
     assert noted.heartbeat.where() == "step 3, backward"
-
-
-def test_a_process_without_a_heartbeat() -> None:
-    """A process without a heartbeat has the time only."""
     assert failure_time_of(ValueError()).heartbeat is None

@@ -33,17 +33,12 @@ def _flight_recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_flight_recorder")
-def test_the_flight_record_is_the_users_alone(tmp_path: Path) -> None:
-    """Not in a folder that all users share, and not for them to read."""
+def test_the_flight_record_is_the_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in no folder that all share, not for them to read, and somebody else's link is not followed."""
     path = Path(write_flight_record(3))
     assert path == tmp_path / "cache" / "torch" / "rankwise_flight_record_3"
     assert path.stat().st_mode & 0o777 == 0o600
     assert write_flight_record(3) == str(path)  # over the one before
-
-
-@pytest.mark.usefixtures("_flight_recorder")
-def test_a_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody else's link in the place of the file does not make this rank write to where it leads."""
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "record"))
     assert write_flight_record(1) == str(tmp_path / "record1")
     (tmp_path / "mine").write_text("precious")

@@ -49,9 +49,12 @@ def test_a_teardown_that_hangs(workers: list[MonitoredRank]) -> None:
     assert "Waited 0.4 s for the end of the job" in str(error)
 
 
-def test_work_may_take_its_time(workers: list[MonitoredRank]) -> None:
-    """What a rank does before its teardown has no limit."""
+def test_work_may_take_its_time(workers: list[MonitoredRank], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank does before its teardown has no limit; its way out has a longer one than a collective."""
     assert watched(workers, "running", 2 * TIMEOUT_S) == []
+    assert watched(workers, LEAVING, 2 * TIMEOUT_S) == []
+    monkeypatch.setattr(stragglers, "LEAST_TO_LEAVE_S", TIMEOUT_S)
+    assert [witness for witness, _ in watched(workers, LEAVING, LONG_S)] == workers[:1]
 
 
 def test_a_watch_that_was_suspended(workers: list[MonitoredRank]) -> None:
@@ -67,10 +70,3 @@ def test_a_watch_that_was_suspended(workers: list[MonitoredRank]) -> None:
         watch.look()
     os.close(descriptor)
     assert found == []
-
-
-def test_the_way_out_may_take_longer(workers: list[MonitoredRank], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process has a limit of its own to exit, longer than that of a collective."""
-    assert watched(workers, LEAVING, 2 * TIMEOUT_S) == []
-    monkeypatch.setattr(stragglers, "LEAST_TO_LEAVE_S", TIMEOUT_S)
-    assert [witness for witness, _ in watched(workers, LEAVING, LONG_S)] == workers[:1]

@@ -24,6 +24,11 @@ def weight(of: torch.optim.Optimizer) -> Tensor:
     return first
 
 
+def step(precision: MixedPrecision, sgd: torch.optim.Optimizer, factor: float = 1.0) -> None:
+    precision.backward(weight(sgd).sum() * factor)
+    precision.optimizer_step(sgd)
+
+
 def gradient(of: torch.optim.Optimizer) -> list[float]:
     found = weight(of).grad
     return [] if found is None else found.tolist()
@@ -41,19 +46,20 @@ def test_losses_are_scaled_and_gradients_unscaled() -> None:
     precision.optimizer_step(sgd)
     assert weight(sgd).tolist() == [0.0, 0.0]
     assert not precision.has_skipped_step
+    assert scale_of(precision) == 8.0  # doubled after `growth_interval` good steps
+    precision, sgd = scaled(), optimizer()
+    precision.optimizer_step(sgd)  # without gradients the scale does not change
+    assert weight(sgd).tolist() == [1.0, 1.0]
+    assert precision.state_dict() == {"scaler": {}}
 
 
-def test_unscaling_twice_is_unscaling_once() -> None:
-    """A second unscaling does nothing."""
+def test_clipping_unscales_first() -> None:
+    """Clipping limits unscaled gradients; a second unscaling does nothing."""
     precision, sgd = scaled(), optimizer()
     precision.backward(weight(sgd).sum())
     precision.unscale_gradients(sgd)
     precision.unscale_gradients(sgd)
     assert precision.clip_gradients_norm(sgd, 1.0).item() == pytest.approx(2**0.5)
-
-
-def test_clipping_unscales_first() -> None:
-    """Clipping limits unscaled gradients."""
     precision, sgd = scaled(), optimizer()
     precision.backward((weight(sgd) * torch.tensor([3.0, -0.5])).sum())
     precision.clip_gradients_value(sgd, 1.0)
@@ -63,8 +69,7 @@ def test_clipping_unscales_first() -> None:
 def test_overflow_skips_and_lowers_the_scale() -> None:
     """An infinite gradient skips the step and halves the scale."""
     precision, sgd = scaled(), optimizer()
-    precision.backward(weight(sgd).sum() * float("inf"))
-    precision.optimizer_step(sgd)
+    step(precision, sgd, float("inf"))
     assert precision.has_skipped_step
     assert weight(sgd).tolist() == [1.0, 1.0]
     assert scale_of(precision) == 2.0
@@ -88,14 +93,6 @@ def test_overflow_of_an_optimizer_that_is_always_called(name: str) -> None:
         before = module.weight.clone()
 
 
-def test_the_scale_grows() -> None:
-    """After `growth_interval` good steps the scale is doubled."""
-    precision, sgd = scaled(), optimizer()
-    precision.backward(weight(sgd).sum())
-    precision.optimizer_step(sgd)
-    assert scale_of(precision) == 8.0
-
-
 def test_two_optimizers_within_a_step_share_the_scale() -> None:
     """Losses scaled before either optimizer steps are unscaled alike, clipped or not."""
     precision, first, second = scaled(), optimizer(), optimizer()
@@ -108,35 +105,28 @@ def test_two_optimizers_within_a_step_share_the_scale() -> None:
     assert weight(first).tolist() == weight(second).tolist() == [0.0, 0.0]
 
 
-def test_waiting_gradients_after_the_scale_changed() -> None:
-    """Gradients that wait while another optimizer steps are unscaled by the new scale."""
+def test_gradients_that_wait() -> None:
+    """While another optimizer steps: the new scale unscales them, and not twice if they are clipped."""
     precision, stepping, waiting = scaled(), optimizer(), optimizer()
     precision.configure(nn.Module(), [stepping, waiting])
     precision.backward(weight(waiting).sum())
     for _ in range(3):  # the scale goes from 4 to 32
         precision.zero_grad(stepping)
-        precision.backward(weight(stepping).sum())
-        precision.optimizer_step(stepping)
-    precision.backward(weight(waiting).sum())
-    precision.optimizer_step(waiting)
+        step(precision, stepping)
+    step(precision, waiting)
     assert weight(waiting).tolist() == [-1.0, -1.0]
-
-
-def test_unscaled_gradients_that_wait_are_scaled_again() -> None:
-    """Clipping gradients long before their step does not unscale them twice."""
     precision, stepping, waiting = scaled(), optimizer(), optimizer()
     precision.configure(nn.Module(), [stepping, waiting])
     precision.backward(weight(waiting).sum())
     precision.unscale_gradients(waiting)
-    precision.backward(weight(stepping).sum())
-    precision.optimizer_step(stepping)
+    step(precision, stepping)
     precision.backward(weight(stepping).sum())
     precision.optimizer_step(waiting)
     assert weight(waiting).tolist() == [0.0, 0.0]
 
 
 def test_gradients_are_added_after_clipping() -> None:
-    """Gradients may be clipped in each of several backward passes before a step."""
+    """They may be clipped in each of several passes before a step; a second step in a batch is unscaled."""
     precision, sgd = scaled(), optimizer()
     precision.configure(nn.Module(), [sgd])
     for _ in range(3):
@@ -145,6 +135,11 @@ def test_gradients_are_added_after_clipping() -> None:
     precision.optimizer_step(sgd)
     assert weight(sgd).tolist() == [-2.0, -2.0]
     assert scale_of(precision) == 8.0  # one good step
+    precision, sgd = scaled(), optimizer()
+    for _ in range(2):
+        precision.zero_grad(sgd)
+        step(precision, sgd)
+    assert weight(sgd).tolist() == [-1.0, -1.0]
 
 
 @pytest.mark.parametrize("another_steps", [False, True])
@@ -155,36 +150,23 @@ def test_clipping_does_not_hide_an_overflow(another_steps: bool) -> None:
     precision.backward(weight(sgd).sum() * float("inf"))
     precision.clip_gradients_value(sgd, 1.0)
     if another_steps:
-        precision.backward(weight(other).sum())
-        precision.optimizer_step(other)
-    precision.backward(weight(sgd).sum())
-    precision.optimizer_step(sgd)
+        step(precision, other)
+    step(precision, sgd)
     assert precision.has_skipped_step
     assert weight(sgd).tolist() == [1.0, 1.0]
 
 
-def test_one_optimizer_may_step_twice_in_a_batch() -> None:
-    """A critic that steps several times is unscaled each time."""
-    precision, sgd = scaled(), optimizer()
-    for _ in range(2):
-        precision.zero_grad(sgd)
-        precision.backward(weight(sgd).sum())
-        precision.optimizer_step(sgd)
-    assert weight(sgd).tolist() == [-1.0, -1.0]
-
-
-def test_no_gradients() -> None:
-    """The step of an optimizer without gradients does not change the scale."""
-    precision, sgd = scaled(), optimizer()
-    precision.optimizer_step(sgd)
-    assert weight(sgd).tolist() == [1.0, 1.0]
-    assert precision.state_dict() == {"scaler": {}}
-
-
 def test_closures_are_refused() -> None:
-    """A closure is an error, because its loss would not be scaled."""
+    """Their loss would not be scaled; invalid options are errors in the constructor."""
     with pytest.raises(ConfigurationError, match="closure, whose loss is not scaled"):
         scaled().optimizer_step(optimizer(), lambda: 0.0)
+    wrong = [("init_scale", 0), ("growth_factor", 1.0), ("backoff_factor", 1.5), ("growth_interval", 2.5)]
+    for option, value in [*wrong, ("init_scale", "big")]:
+        with pytest.raises(InvalidArgumentError):
+            MixedPrecision("16-mixed", **{option: value})
+    for name, option in (("16-mixed", "initial_scale"), ("bf16-mixed", "init_scale")):
+        with pytest.raises(UnknownArgumentError):
+            MixedPrecision(name, **{option: 2.0})
 
 
 def test_a_rank_skips_because_another_does() -> None:
@@ -196,18 +178,16 @@ def test_a_rank_skips_because_another_does() -> None:
         return True
 
     precision.agree = agree
-    precision.backward(weight(sgd).sum())
-    precision.optimizer_step(sgd)
+    step(precision, sgd)
     assert asked == [False]
     assert precision.has_skipped_step
     assert weight(sgd).tolist() == [1.0, 1.0]
 
 
 def test_state_is_saved_and_loaded() -> None:
-    """The scale and the steps since its last change are restored."""
+    """The scale and the steps since its last change are restored, from a pickle without optimizers."""
     precision, sgd = scaled(growth_interval=5), optimizer()
-    precision.backward(weight(sgd).sum())
-    precision.optimizer_step(sgd)
+    step(precision, sgd)
     state = precision.state_dict()
     assert (state["scaler"]["scale"], state["scaler"]["_growth_tracker"]) == (4.0, 1)
     other = scaled(init_scale=64.0)
@@ -215,33 +195,8 @@ def test_state_is_saved_and_loaded() -> None:
     assert other.state_dict() == state
     other.backward(weight(optimizer()).sum())
     assert other.state_dict() == state
-
-
-def test_pickling() -> None:
-    """A pickled precision has its scale, without optimizers and strategy."""
-    precision, sgd = scaled(), optimizer()
     precision.configure(nn.Module(), [sgd])
     precision.agree = lambda is_bad: is_bad
-    precision.backward(weight(sgd).sum())
-    precision.optimizer_step(sgd)
     travelled = pickle.loads(pickle.dumps(precision))
     assert travelled.state_dict() == precision.state_dict()
     assert travelled.agree is None
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "error"),
-    [
-        ("16-mixed", {"init_scale": 0}, InvalidArgumentError),
-        ("16-mixed", {"growth_factor": 1.0}, InvalidArgumentError),
-        ("16-mixed", {"backoff_factor": 1.5}, InvalidArgumentError),
-        ("16-mixed", {"growth_interval": 2.5}, InvalidArgumentError),
-        ("16-mixed", {"init_scale": "big"}, InvalidArgumentError),
-        ("16-mixed", {"initial_scale": 2.0}, UnknownArgumentError),
-        ("bf16-mixed", {"init_scale": 2.0}, UnknownArgumentError),
-    ],
-)
-def test_invalid_options(name: str, options: dict[str, Any], error: type[Exception]) -> None:
-    """Invalid options are errors in the constructor."""
-    with pytest.raises(error):
-        MixedPrecision(name, **options)

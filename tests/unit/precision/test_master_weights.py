@@ -43,19 +43,13 @@ def step(
 
 @NAMES
 def test_formats(name: str) -> None:
-    """Weights are 16-bit; batch normalisation and the optimizer's parameters are 32-bit."""
+    """Weights are 16-bit; batch normalisation and the optimizer's parameters are 32-bit, and rounded."""
     precision, module, optimizer = ready(name)
     assert {parameter.dtype for parameter in module[0].parameters()} == {precision.dtype}
     assert {parameter.dtype for parameter in module[1].parameters()} == {torch.float32}
     assert module[1].running_mean.dtype is torch.float32
     assert {parameter.dtype for parameter in precision.main_parameters(optimizer)} == {torch.float32}
     assert len(precision.main_parameters(optimizer)) == 6
-
-
-@NAMES
-def test_weights_are_rounded_master_weights(name: str) -> None:
-    """After a step the module computes with the rounded copies, and its gradients are gone."""
-    precision, module, optimizer = ready(name)
     before = module[0].weight.float()
     step(precision, module, optimizer)
     master = precision.main_parameters(optimizer)[0]
@@ -115,17 +109,8 @@ def test_clipping_by_value_is_on_master_weights() -> None:
     assert (bias.grad.item(), module[2].bias.grad) == (0.25, None)
 
 
-def test_cleared_gradients_do_not_come_back() -> None:
-    """Gradients of a window that never stepped are cleared in the module too."""
-    precision, module, optimizer = ready()
-    precision.backward(module(torch.ones(4, 3, dtype=torch.float16)).sum())
-    precision.zero_grad(optimizer)
-    precision.unscale_gradients(optimizer)
-    assert {parameter.grad for parameter in precision.main_parameters(optimizer)} == {None}
-
-
 def test_configured_again() -> None:
-    """A second fit with the same optimizer keeps its copies."""
+    """A second fit with the same optimizer keeps its copies; gradients that were cleared stay so."""
     precision, module, optimizer = ready()
     step(precision, module, optimizer)
     masters = precision.main_parameters(optimizer)
@@ -134,10 +119,14 @@ def test_configured_again() -> None:
     assert all(a is b for a, b in zip(masters, precision.main_parameters(optimizer), strict=True))
     step(precision, module, optimizer)
     assert torch.equal(module[0].weight, masters[0].half())
+    precision.backward(module(torch.ones(4, 3, dtype=torch.float16)).sum())
+    precision.zero_grad(optimizer)
+    precision.unscale_gradients(optimizer)
+    assert {parameter.grad for parameter in precision.main_parameters(optimizer)} == {None}
 
 
 def test_optimizer_state_moves_to_the_copies() -> None:
-    """The state of an optimizer that has already stepped is kept, in 32 bits."""
+    """The state of an optimizer that has stepped is kept, in 32 bits; a parameter of two has one copy."""
     layer = nn.Linear(1, 1, bias=False).bfloat16()
     optimizer = torch.optim.Adam(layer.parameters())
     layer.weight.sum().backward()
@@ -147,11 +136,6 @@ def test_optimizer_state_moves_to_the_copies() -> None:
     [(parameter, state)] = optimizer.state.items()
     assert parameter is precision.main_parameters(optimizer)[0]
     assert state["exp_avg"].dtype is torch.float32
-
-
-def test_tied_weights_have_one_copy() -> None:
-    """Two optimizers that share a parameter share its copy."""
-    layer = nn.Linear(1, 1, bias=False).bfloat16()
     optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(layer.parameters(), lr=1.0) for _ in range(2)]
     precision = MasterWeightsPrecision("bf16-master")
     precision.configure(layer, optimizers)
@@ -177,18 +161,17 @@ def test_copies_are_restored(way: str) -> None:
     assert other.state_dict()["scaler"] == precision.state_dict()["scaler"]
 
 
-def test_copies_of_another_module() -> None:
-    """Copies of other shapes are an error."""
-    precision, _, _ = ready()
-    with pytest.raises(ValueError, match="1 master weights do not fit 4 parameters"):
-        precision.load_state_dict({"masters": [[torch.ones(1)]]})
-
-
 def test_closures_are_refused() -> None:
-    """A closure is an error, because it would use weights that are not rounded yet."""
+    """One would use weights not rounded yet. Other names, scaler options and shapes are errors, too."""
     precision, _, optimizer = ready("bf16-master")
     with pytest.raises(ConfigurationError, match="closure, which would use old weights"):
         precision.optimizer_step(optimizer, lambda: 0.0)
+    with pytest.raises(UnknownNameError, match="Did you mean 'bf16-master'"):
+        MasterWeightsPrecision("bf16-masters")
+    with pytest.raises(UnknownArgumentError, match="scales nothing"):
+        MasterWeightsPrecision("bf16-master", init_scale=2.0)
+    with pytest.raises(ValueError, match="1 master weights do not fit 4 parameters"):
+        precision.load_state_dict({"masters": [[torch.ones(1)]]})
 
 
 def test_sharded_optimizers_are_refused() -> None:
@@ -204,14 +187,6 @@ def test_sharded_optimizers_are_refused() -> None:
 
     with pytest.raises(ConfigurationError, match="does not work with ZeroRedundancyOptimizer"):
         run_ranks(1, configure)
-
-
-def test_arguments() -> None:
-    """Names and scaler options are checked in the constructor."""
-    with pytest.raises(UnknownNameError, match="Did you mean 'bf16-master'"):
-        MasterWeightsPrecision("bf16-masters")
-    with pytest.raises(UnknownArgumentError, match="scales nothing"):
-        MasterWeightsPrecision("bf16-master", init_scale=2.0)
 
 
 def test_gradients_that_wait_for_a_step() -> None:

@@ -22,18 +22,9 @@ def gradients_of(optimizer: torch.optim.Optimizer) -> list[float]:
 @pytest.mark.parametrize(
     ("given", "name"),
     [
-        (32, "32-true"),
-        ("32-TRUE", "32-true"),
-        (64, "64-true"),
-        ("64-true", "64-true"),
-        (16, "16-mixed"),
-        ("16-mixed", "16-mixed"),
-        ("bf16", "bf16-mixed"),
-        ("BF16-mixed", "bf16-mixed"),
-        ("16-true", "16-true"),
-        ("bf16-true", "bf16-true"),
-        ("16-master", "16-master"),
-        ("bf16-master", "bf16-master"),
+        *((32, "32-true"), ("32-TRUE", "32-true"), (64, "64-true"), (16, "16-mixed"), ("bf16", "bf16-mixed")),
+        *(("BF16-mixed", "bf16-mixed"), ("64-true", "64-true"), ("16-mixed", "16-mixed")),
+        *((name, name) for name in ("16-true", "bf16-true", "16-master", "bf16-master")),
     ],
 )
 def test_names(given: str | int, name: str) -> None:
@@ -48,44 +39,31 @@ def test_unknown_name(given: str, nearest: str) -> None:
         create_precision(given)
 
 
-def test_norm_is_clipped_over_all_parameters() -> None:
-    """All gradients together get the requested norm; the old norm is returned."""
+def test_infinity_norm() -> None:
+    """All gradients together get the requested norm, any p-norm; the old one is returned."""
     optimizer = optimizer_with_gradients(3.0, 4.0)
     assert Precision().clip_gradients_norm(optimizer, 1.0).item() == pytest.approx(5.0)
     assert gradients_of(optimizer) == pytest.approx([0.6, 0.8], rel=1e-4)
-
-
-def test_infinity_norm() -> None:
-    """Any p-norm works, the infinity norm too."""
     optimizer = optimizer_with_gradients(3.0, -4.0)
     Precision().clip_gradients_norm(optimizer, 2.0, norm_type=float("inf"))
     assert gradients_of(optimizer) == pytest.approx([1.5, -2.0], rel=1e-4)
 
 
 def test_values_are_clamped() -> None:
-    """Each gradient is clamped by itself."""
+    """Each gradient is clamped by itself; without gradients clipping does nothing."""
     optimizer = optimizer_with_gradients(3.0, -0.5)
     Precision().clip_gradients_value(optimizer, 1.0)
     assert gradients_of(optimizer) == [1.0, -0.5]
-
-
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_without_any_gradient_nothing_is_clipped(algorithm: str) -> None:
-    """Clipping without gradients does nothing."""
-    optimizer = optimizer_with_gradients(3.0)
     optimizer.zero_grad()
-    getattr(Precision(), f"clip_gradients_{algorithm}")(optimizer, 1.0)
-    assert optimizer.param_groups[0]["params"][0].grad is None
+    for clip in (Precision().clip_gradients_norm, Precision().clip_gradients_value):
+        clip(optimizer, 1.0)
+    assert [each.grad for each in optimizer.param_groups[0]["params"]] == [None, None]
 
 
 def test_closures() -> None:
-    """The optimizer gets the closure."""
+    """The optimizer gets the closure; modules and batches are not converted, and there is no state."""
     optimizer = optimizer_with_gradients(1.0)
     assert Precision().optimizer_step(optimizer, lambda: 7.0) == 7.0
-
-
-def test_nothing_is_converted() -> None:
-    """The default does not convert modules and batches, and has no state."""
     precision, module, batch = Precision(), nn.Linear(1, 1).double(), object()
     assert precision.convert_module(module) is module
     assert precision.convert_input(batch) is batch

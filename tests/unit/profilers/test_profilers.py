@@ -87,6 +87,9 @@ def test_the_actions_of_a_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert len(rows) == len(counts)
     assert rows[0].startswith("run_training_epoch")
     assert profiler.current_actions == {}
+    summary = profiler.summary()  # has the time of the stage, also later
+    time.sleep(0.01)
+    assert profiler.summary() == summary
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
@@ -159,17 +162,6 @@ def test_a_file_for_each_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("method", ["start", "stop"])
-def test_actions_in_the_wrong_order(method: str) -> None:
-    """An action cannot start twice, nor stop before it has started."""
-    profiler = SimpleProfiler()
-    if method == "start":
-        profiler.start("action")
-    with pytest.raises(InvalidArgumentError, match="action_name='action'"):
-        getattr(profiler, method)("action")
-    profiler.teardown(None)
-
-
 def calls(table: str, function: str) -> int:
     """Return how often a function was called, by its row in a table of `pstats`."""
     rows = [line for line in table.splitlines() if line.endswith(f"({function})")]
@@ -186,17 +178,8 @@ def test_functions_of_a_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert calls(capsys.readouterr().out, "training_step") == 0
 
 
-def test_the_time_of_a_stage_that_has_ended(tmp_path: Path) -> None:
-    """A summary that is asked for later has the stage's time."""
-    profiler = SimpleProfiler()
-    trainer(tmp_path, profiler=profiler).fit(Line(), loader())
-    summary = profiler.summary()
-    time.sleep(0.01)
-    assert profiler.summary() == summary
-
-
-def test_torchs_profiler(tmp_path: Path) -> None:
-    """Operators and actions of three batches are in a table and in a trace, in any stage."""
+def test_torchs_profiler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Operators and actions of three batches are in a table and a trace; that none was measured is said."""
     profiler = PyTorchProfiler(tmp_path, "ops", row_limit=50)
     train = trainer(tmp_path, profiler=profiler, max_epochs=2)
     train.fit(Line(), loader())
@@ -209,12 +192,9 @@ def test_torchs_profiler(tmp_path: Path) -> None:
         assert (tmp_path / f"{stage}-ops-0.pt.trace.json").stat().st_size > 0
     assert profiler.profiler is None
     assert pickle.loads(pickle.dumps(profiler)).row_limit == 50
-
-
-def test_torchs_profiler_with_few_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the schedule measures nothing, the summary says so; arguments of torch's replace it."""
     trainer(tmp_path, profiler="pytorch").fit(Line(), loader(2))
     assert "no batch was measured" in capsys.readouterr().out
+    # Arguments of torch's replace the schedule.
     seen: list[Any] = []
     profiler = PyTorchProfiler(schedule=None, on_trace_ready=seen.append, sort_by_key="count", row_limit=99)
     trainer(tmp_path, profiler=profiler).fit(Line(), loader(2))
@@ -222,23 +202,20 @@ def test_torchs_profiler_with_few_batches(tmp_path: Path, capsys: pytest.Capture
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize(
-    ("given", "kind"),
-    [
-        (None, PassThroughProfiler),
-        ("Simple", SimpleProfiler),
-        ("advanced", AdvancedProfiler),
-        ("pytorch", PyTorchProfiler),
-    ],
-)
-def test_names(given: str | None, kind: type[Profiler]) -> None:
-    """Names are those of Lightning."""
-    assert type(create_profiler(given)) is kind
-
-
-def test_what_is_no_profiler(tmp_path: Path) -> None:
-    """Other names and types are refused, and the error says what there is."""
+def test_names(tmp_path: Path) -> None:
+    """They are Lightning's; other names and types, and actions out of order, are refused."""
+    kinds: dict[str | None, type[Profiler]] = {None: PassThroughProfiler}
+    kinds |= {"Simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
+    for given, kind in kinds.items():
+        assert type(create_profiler(given)) is kind
     with pytest.raises(UnknownNameError, match=r"profiler 'xla'.*\n.*\n.*'advanced', 'pytorch', 'simple'"):
         trainer(tmp_path, profiler="xla")
     with pytest.raises(InvalidTypeError, match="profiler"):
         trainer(tmp_path, profiler=SimpleProfiler)
+    profiler = SimpleProfiler()
+    with pytest.raises(InvalidArgumentError, match="action_name='action'"):
+        profiler.stop("action")  # before it has started
+    profiler.start("action")
+    with pytest.raises(InvalidArgumentError, match="action_name='action'"):
+        profiler.start("action")
+    profiler.teardown(None)

@@ -54,7 +54,7 @@ def test_a_name_of_a_package(group: str, name: str, typo: str) -> None:
 
 @pytest.mark.usefixtures("working")
 def test_aliases_have_arguments_and_a_package() -> None:
-    """A class's own names and those that a function returns carry arguments; each says its package."""
+    """Names carry arguments, and say their package; one that is removed is not found there again."""
     table: Any = fresh("strategies")
     assert table.create("DDP_plug_small").ddp_kwargs["bucket_cap_mb"] == 1
     assert table.create("ddp_brief:timeout=30").timeout.total_seconds() == 30
@@ -66,12 +66,6 @@ def test_aliases_have_arguments_and_a_package() -> None:
     }
     assert fresh("comm_hooks").describe("halve_named").endswith("(package plug 1.2)")
     assert fresh("loggers").describe("plug_log") == "(package plug 1.2)"
-
-
-@pytest.mark.usefixtures("working")
-def test_a_removed_name_is_gone() -> None:
-    """It is not found in its package again."""
-    table = fresh("strategies")
     table.remove("ddp_plug")
     assert "ddp_plug" not in table
 

@@ -37,10 +37,14 @@ KINDS = ("ddp", "ddp_spawn", "ddp_fork", "ddp_forkserver", "ddp_notebook", "ddp_
 
 
 def test_all_names_are_there() -> None:
-    """The names of the documentation, aliases included, and no others."""
+    """The names of the documentation, aliases included, and no others; in order, also in the repr."""
     aliases = [f"{kind}_find_unused_parameters_{value}" for kind in KINDS for value in ("true", "false")]
     assert set(StrategyRegistry) == {"auto", "single_device", *KINDS, *aliases}
     assert len(StrategyRegistry) == 20
+    assert type(StrategyRegistry.create("single_device")) is SingleDeviceStrategy
+    assert type(StrategyRegistry.create("auto")) is AutoStrategy
+    assert list(StrategyRegistry) == sorted(StrategyRegistry)
+    assert repr(StrategyRegistry).startswith("StrategyRegistry(auto, ddp, ")
 
 
 def test_a_name_carries_options() -> None:
@@ -80,11 +84,14 @@ def test_options_that_cannot_be(name: str, error: type[Exception], text: str) ->
     ],
 )
 def test_names_are_configured_classes(name: str, cls: type[DDPStrategy], start_method: str) -> None:
-    """Each name gives its class with its start method; every call a new instance."""
+    """Each name gives its class with its start method, in any case; every call a new instance."""
     strategy = StrategyRegistry.create(name)
     assert type(strategy) is cls
     assert strategy.start_method == start_method
     assert StrategyRegistry.create(name) is not strategy
+    for other in (name.upper(), name.title()):
+        assert other in StrategyRegistry
+        assert type(StrategyRegistry.create(other)) is cls
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,21 +106,8 @@ def test_aliases_set_find_unused_parameters(kind: str, value: bool) -> None:
     assert (type(strategy), strategy.start_method) == (type(plain), plain.start_method)
 
 
-def test_single_device_and_auto() -> None:
-    """The two that are no kind of DDP by name."""
-    assert type(StrategyRegistry.create("single_device")) is SingleDeviceStrategy
-    assert type(StrategyRegistry.create("auto")) is AutoStrategy
-
-
-@pytest.mark.parametrize("name", ["DDP", "Ddp", "ddp"])
-def test_case_does_not_matter(name: str) -> None:
-    """Names are the same in any case, for finding and for asking."""
-    assert name in StrategyRegistry
-    assert type(StrategyRegistry.create(name)) is DDPStrategy
-
-
 def test_overrides_beat_what_was_registered() -> None:
-    """Keywords to `create` win over the registered ones, which stay."""
+    """Keywords to `create` win over the registered ones, which stay; a removed name is gone."""
     StrategyRegistry.register("own", Own, start_method="fork", grace_period_s=3.0)
     strategy = StrategyRegistry.create("own", grace_period_s=5.0)
     assert isinstance(strategy, Own)
@@ -121,6 +115,10 @@ def test_overrides_beat_what_was_registered() -> None:
     again = StrategyRegistry.create("own")
     assert isinstance(again, Own)
     assert again.grace_period_s == 3.0
+    StrategyRegistry.remove("OWN")
+    assert "own" not in StrategyRegistry
+    with pytest.raises(UnknownStrategyError):
+        StrategyRegistry.remove("own")
 
 
 def test_a_decorator_registers() -> None:
@@ -136,45 +134,23 @@ def test_a_decorator_registers() -> None:
 
 
 def test_a_duplicate_is_refused() -> None:
-    """A taken name is refused in any case, and what it stood for stays."""
+    """A taken name is refused in any case, by a decorator before it has a class, unless it is replaced."""
     with pytest.raises(DuplicateNameError, match="'ddp' is registered already") as caught:
         StrategyRegistry.register("DDP", Own)
     assert "override=True" in str(caught.value)
     assert type(StrategyRegistry.create("ddp")) is DDPStrategy
-
-
-def test_an_override_replaces() -> None:
-    """With `override=True` the name stands for the new class."""
+    with pytest.raises(DuplicateNameError):
+        StrategyRegistry.register("ddp")
     StrategyRegistry.register("own", Own)
     StrategyRegistry.register("own", SingleDeviceStrategy, override=True)
     assert type(StrategyRegistry.create("own")) is SingleDeviceStrategy
 
 
-def test_a_decorator_refuses_a_duplicate_at_once() -> None:
-    """The taken name is told where it is given, before a class is."""
-    with pytest.raises(DuplicateNameError):
-        StrategyRegistry.register("ddp")
-
-
-@pytest.mark.parametrize(
-    "wrong", [int, object, DDPStrategy(), "ddp", 3], ids=["int", "object", "instance", "name", "number"]
-)
-def test_what_is_no_strategy_class_is_refused(wrong: object) -> None:
-    """Anything but a subclass of `Strategy` is a TypeError."""
-    with pytest.raises(InvalidTypeError, match="subclass of Strategy"):
-        StrategyRegistry.register("wrong", wrong)  # type: ignore[call-overload]  # wrong on purpose
-    assert "wrong" not in StrategyRegistry
-
-
-def test_none_as_a_strategy_is_refused() -> None:
-    """`register(name, None)`, by mistake, does not pass for a decorator."""
-    with pytest.raises(InvalidTypeError):
-        StrategyRegistry.register("nothing", None)  # type: ignore[call-overload]  # wrong on purpose
-    assert "nothing" not in StrategyRegistry
-
-
-def test_a_decorated_class_must_be_a_strategy() -> None:
-    """The decorator checks what it is put on."""
+def test_what_is_no_strategy_class_is_refused() -> None:
+    """Anything but a subclass of `Strategy`, also what is decorated; None does not pass for a decorator."""
+    for wrong in (int, object, DDPStrategy(), "ddp", 3, None):
+        with pytest.raises(InvalidTypeError, match="subclass of Strategy"):
+            StrategyRegistry.register("wrong", wrong)  # type: ignore[arg-type]  # wrong on purpose
     decorate = StrategyRegistry.register("wrong")
     assert decorate is not None
     with pytest.raises(InvalidTypeError):
@@ -182,13 +158,14 @@ def test_a_decorated_class_must_be_a_strategy() -> None:
     assert "wrong" not in StrategyRegistry
 
 
-@pytest.mark.parametrize("name", [None, 3, "", b"ddp", ["ddp"]], ids=repr)
+@pytest.mark.parametrize("name", [None, 3, "", b"ddp", ["ddp"], ("ddp",)], ids=repr)
 def test_a_name_is_a_string(name: object) -> None:
-    """A name that is none is refused, for registering and for creating."""
+    """What is none is refused, for registering and for creating; `in` takes anything."""
     with pytest.raises((InvalidTypeError, UnknownStrategyError)):
         StrategyRegistry.register(name, Own)  # type: ignore[call-overload]  # wrong on purpose
     with pytest.raises((InvalidTypeError, UnknownStrategyError)):
         StrategyRegistry.create(name)  # type: ignore[arg-type]  # wrong on purpose
+    assert name not in StrategyRegistry
 
 
 @pytest.mark.parametrize(
@@ -202,15 +179,10 @@ def test_a_typo_is_answered(typo: str, meant: str) -> None:
     assert isinstance(caught.value, KeyError)
     assert isinstance(caught.value, ValueError)
     assert "'ddp_notebook'" in str(caught.value)
-
-
-def test_removing() -> None:
-    """A removed name is gone, and removing it twice is an error."""
-    StrategyRegistry.register("own", Own)
-    StrategyRegistry.remove("OWN")
-    assert "own" not in StrategyRegistry
-    with pytest.raises(UnknownStrategyError):
-        StrategyRegistry.remove("own")
+    for name in ("fsdp", "deepspeed_stage_2"):  # these shard the model: nothing that looks alike is suggested
+        with pytest.raises(UnknownStrategyError, match="out of the scope of rankwise") as caught:
+            StrategyRegistry.create(name)
+        assert "Did you mean" not in str(caught.value)
 
 
 def test_lightnings_ways_to_look_up() -> None:
@@ -230,16 +202,6 @@ def test_lightnings_ways_to_look_up() -> None:
     assert CommHookRegistry["fp16_compress"] is CommHookRegistry.entry("fp16_compress")
 
 
-def test_every_class_registers_itself() -> None:
-    """`register_strategies` of the classes fills a registry with the names of the library's own."""
-    registry = type(StrategyRegistry)()
-    for cls in {entry.strategy for entry in map(StrategyRegistry.entry, StrategyRegistry)}:
-        cls.register_strategies(registry)
-    assert {name: registry[name] for name in registry} == {
-        name: StrategyRegistry[name] for name in StrategyRegistry
-    }
-
-
 class Named(DDPForkStrategy):
     """Has a name of its own."""
 
@@ -247,7 +209,12 @@ class Named(DDPForkStrategy):
 
 
 def test_a_subclass_registers_its_names() -> None:
-    """A subclass registers the names that it declares; without any, those of its base are taken."""
+    """Each class registers its names, a subclass those that it declares, or those of its base."""
+    registry = type(StrategyRegistry)()
+    for cls in {entry.strategy for entry in map(StrategyRegistry.entry, StrategyRegistry)}:
+        cls.register_strategies(registry)
+    found, expected = ({name: each[name] for name in each} for each in (registry, StrategyRegistry))
+    assert found == expected
     Named.register_strategies(StrategyRegistry)
     assert type(StrategyRegistry.create("named")) is Named
     assert StrategyRegistry.describe("named") == "mine"
@@ -255,28 +222,8 @@ def test_a_subclass_registers_its_names() -> None:
         Own.register_strategies(StrategyRegistry)
 
 
-def test_iterating_is_sorted() -> None:
-    """The names come in order, and the repr holds them."""
-    assert list(StrategyRegistry) == sorted(StrategyRegistry)
-    assert repr(StrategyRegistry).startswith("StrategyRegistry(auto, ddp, ")
-
-
 @pytest.mark.parametrize("name", list(StrategyRegistry))
 def test_every_name_is_described(name: str) -> None:
     """Each built-in name has a line that says what it is."""
     assert StrategyRegistry.describe(name)
     assert isinstance(StrategyRegistry.create(name), Strategy)
-
-
-@pytest.mark.parametrize("thing", [None, 3, ("ddp",)])
-def test_what_is_no_name_is_not_in_it(thing: object) -> None:
-    """`in` takes anything."""
-    assert thing not in StrategyRegistry
-
-
-@pytest.mark.parametrize("name", ["fsdp", "deepspeed_stage_2"])
-def test_sharding_is_out_of_scope(name: str) -> None:
-    """A strategy that shards the model is refused as out of scope; nothing that looks alike is suggested."""
-    with pytest.raises(UnknownStrategyError, match="out of the scope of rankwise") as caught:
-        StrategyRegistry.create(name)
-    assert "Did you mean" not in str(caught.value)

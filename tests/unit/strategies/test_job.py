@@ -21,13 +21,9 @@ from rankwise.strategies.job import sigterm_deferred
 def test_the_argument_beats_the_variable(
     monkeypatch: pytest.MonkeyPatch, given: bool | None, variable: str, expected: bool
 ) -> None:
-    """Without the argument RANKWISE_CHECK_COLLECTIVES decides."""
+    """Without the argument RANKWISE_CHECK_COLLECTIVES decides; a wrong value of either is said at once."""
     monkeypatch.setenv("RANKWISE_CHECK_COLLECTIVES", variable)
     assert DDPStrategy(check_collectives=given).check_collectives is expected
-
-
-def test_wrong_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong value is said at once, of the argument and of the variable."""
     with pytest.raises(InvalidTypeError, match="check_collectives='yes' is of type str"):
         DDPStrategy(check_collectives="yes")  # type: ignore[arg-type]  # what the test is about
     monkeypatch.setenv("RANKWISE_CHECK_COLLECTIVES", "yes")

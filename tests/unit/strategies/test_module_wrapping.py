@@ -41,32 +41,24 @@ def test_there_and_back() -> None:
 
 
 def test_what_is_synchronised_already_stays() -> None:
-    """A user's own SyncBatchNorm is not turned into another layer."""
+    """It is not turned into another layer; a layer that is the root has no owner, and is refused."""
     layer = nn.SyncBatchNorm(2)
     module = nn.Sequential(layer)
     modules = WrappedModules()
     modules.sync_batchnorms(module, None)
     modules.restore_batchnorms()
     assert module[0] is layer
-
-
-def test_a_root_that_is_a_layer_itself_is_refused() -> None:
-    """It has no owner in which it could be replaced; one that is synchronised already may stay."""
     with pytest.raises(ConfigurationError, match=r"wrap it: nn\.Sequential\(BatchNorm1d"):
         WrappedModules().sync_batchnorms(nn.BatchNorm1d(2), None)
     WrappedModules().sync_batchnorms(nn.SyncBatchNorm(2), None)
 
 
 def test_refused_on_the_cpu() -> None:
-    """There is none on the CPU, which is said before any process starts."""
+    """There is none on the CPU, which is said before any process starts; one process needs none."""
     with pytest.raises(ConfigurationError, match="SyncBatchNorm"):
         DDPStrategy(sync_batchnorm=True, accelerator="cpu", devices=2).bind()
     with pytest.raises(ConfigurationError, match="SyncBatchNorm"):
         Trainer(strategy="ddp_fork", accelerator="cpu", devices=2, sync_batchnorm=True)
-
-
-def test_one_process_needs_none() -> None:
-    """With one process there is nobody to synchronise with, on the CPU either."""
     assert Trainer(strategy="ddp_fork", accelerator="cpu", devices=1, sync_batchnorm=True).world_size == 1
 
 
@@ -94,9 +86,8 @@ def test_wrappers_end_before_their_job(options: dict[str, Any]) -> None:
     def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> Any:
         other = strategy.setup_module(nn.Linear(1, 1))
         with strategy.gradient_sync_context(other):
-            with (
-                forward
-            ):  # torch keeps the active wrapper in a variable of the class, and each puts back the last one
+            # Torch keeps the active wrapper in a variable of the class, and each puts back the last one.
+            with forward:
                 loss = other(torch.ones(1, 1)).sum()
             (strategy.weighted_loss(loss, 1) if "gradient_weighting" in options else loss).backward()
         gone = weakref.ref(other)

@@ -32,26 +32,18 @@ def bound(monkeypatch: pytest.MonkeyPatch, local_rank: int, visible: str, **argu
 @pytest.mark.parametrize("visible", ["3", UUID], ids=["number", "uuid"])
 @pytest.mark.parametrize("local_rank", range(4))
 def test_one_visible_device_per_task(monkeypatch: pytest.MonkeyPatch, local_rank: int, visible: str) -> None:
-    """With `srun --gpus-per-task=1` each task sees its own device alone, as number 0, whatever its rank."""
-    strategy = bound(monkeypatch, local_rank, visible)
-    assert strategy.root_device == torch.device("cuda", 0)
-    assert strategy.determine_ddp_device_ids() == [0]
-    assert (strategy.world_size, strategy.local_rank) == (4, local_rank)
-
-
-def test_one_visible_device_per_task_and_a_number_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`devices=4`, the number of tasks on the node, is right there too."""
-    assert bound(monkeypatch, 2, UUID, devices=4).root_device == torch.device("cuda", 0)
+    """With `srun --gpus-per-task=1` each sees its own alone, as number 0; `devices=4` is right there too."""
+    for arguments in ({}, {"devices": 4}):
+        strategy = bound(monkeypatch, local_rank, visible, **arguments)
+        assert strategy.root_device == torch.device("cuda", 0)
+        assert strategy.determine_ddp_device_ids() == [0]
+        assert (strategy.world_size, strategy.local_rank) == (4, local_rank)
 
 
 @pytest.mark.parametrize("local_rank", range(4))
 def test_all_devices_visible(monkeypatch: pytest.MonkeyPatch, local_rank: int) -> None:
-    """With `--gpus-per-node=4` every task sees all, and takes the one of its local rank."""
+    """Every task sees all, and takes the one of its local rank; chosen ones are taken, if they are there."""
     assert bound(monkeypatch, local_rank, "0,1,2,3").root_device == torch.device("cuda", local_rank)
-
-
-def test_chosen_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list of indices is taken as it is, and one that is not there refused."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert local_devices("cuda", (3, 1), None) == [torch.device("cuda", 3), torch.device("cuda", 1)]
     with pytest.raises(InvalidArgumentError, match="torch sees 4"):
@@ -145,16 +137,12 @@ def test_nothing_is_said_of_srun(monkeypatch: pytest.MonkeyPatch, variables: Var
     assert DDPForkStrategy(accelerator="cpu", devices=2).bind().world_size == 2
 
 
-def test_fork_cannot_use_slices_named_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch initialises CUDA to count them, which a forked process cannot use; other methods can."""
+def test_devices_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting may initialise CUDA: not for the CPU, nor for slices named by UUID before a fork."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-5a3c7f1e")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigurationError, match="MIG-5a3c7f1e; torch initialises CUDA to count them"):
         DDPForkStrategy(accelerator="cuda", devices=1).bind()
     DDPStrategy(accelerator="cuda", devices=1).bind()
-
-
-def test_devices_are_not_counted_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counting them may initialise CUDA."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("counted"))
     DDPForkStrategy(accelerator="cpu", devices=2).bind()
