@@ -180,8 +180,8 @@ BY_NAME = f"import importlib\nimportlib.import_module('{LOOP}')"
 def test_wrong_directions_are_found(tmp_path: Path, importer: str, source: str, imported: str | None) -> None:
     """An import upwards is found in every spelling, for types too, but for the Trainer that hooks take."""
     names = ("errors", "ranks", "registry", "data/__init__", "strategies/__init__", "trainer/loop")
-    names += ("precision/base", "process_group/__init__", "data/shard", "trainer/__init__")
-    modules = plant(tmp_path, {**dict.fromkeys(names, ""), importer: source})
+    more = ("precision/base", "process_group/__init__", "data/shard", "trainer/__init__")
+    modules = plant(tmp_path, {**dict.fromkeys((*names, *more), ""), importer: source})
     name = importer.replace("/", ".")
     assert architecture.wrong_directions(modules) == (
         [f"house.{name} imports {imported}"] if imported else []

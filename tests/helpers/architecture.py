@@ -275,7 +275,7 @@ def function_lengths(modules: Mapping[str, Module]) -> list[int]:
 
 
 def _length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    parts = [function, *(function.body[:1] if ast.get_docstring(function) else ())]
+    parts: list[ast.stmt] = [function, *(function.body[:1] if ast.get_docstring(function) else ())]
     whole, *docstring = ((part.end_lineno or part.lineno) - part.lineno + 1 for part in parts)
     return whole - sum(docstring)
 
