@@ -147,16 +147,7 @@ def run_pytest(request: Request, folder: Path, events: int) -> None:
             measured = coverage.Coverage(config_file=request.config)
             measured.start()
         stop = ("-x",) if request.tests else ()
-        quiet = (
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "--rootdir",
-            ".",
-            "--basetemp",
-            str(folder / "t"),
-            "--tb=short",
-        )
+        quiet = ("-q", "-p", "no:cacheprovider", "--rootdir=.", f"--basetemp={folder / 't'}", "--tb=short")
         status = int(pytest.main([*quiet, *stop, *request.files], [Recorder(request, events, measured)]))
         if measured is not None:
             measured.stop()

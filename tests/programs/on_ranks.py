@@ -163,33 +163,19 @@ class Module(TrainingModule):
         self.perform("optimizer", "step", optimizer)
 
 
-class Performing(Callback):
-    """Calls what the program does in the hooks of a callback."""
+def _performing(hook: str) -> Callable[..., None]:
+    has_optimizer = hook == "on_before_optimizer_step"
 
-    def on_train_epoch_start(self, trainer: Trainer, module: Any) -> None:
-        module.perform("callback", "on_train_epoch_start")
-
-    def on_train_epoch_end(self, trainer: Trainer, module: Any) -> None:
-        module.perform("callback", "on_train_epoch_end")
-
-    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        module.perform("callback", "on_train_batch_start")
-
-    def on_train_batch_end(
-        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        module.perform("callback", "on_train_batch_end")
-
-    def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: Any) -> None:
-        module.perform("callback", "on_before_optimizer_step", optimizer)
-
-    def on_validation_epoch_start(self, trainer: Trainer, module: Any) -> None:
+    def perform(callback: Callback, trainer: Trainer, module: Any, *arguments: Any) -> None:
         if trainer.is_fitting:
-            module.perform("callback", "on_validation_epoch_start")
+            module.perform("callback", hook, *arguments[:has_optimizer])
 
-    def on_validation_epoch_end(self, trainer: Trainer, module: Any) -> None:
-        if trainer.is_fitting:
-            module.perform("callback", "on_validation_epoch_end")
+    return perform
+
+
+HOOKS = [hook for hook in hook_bodies.HOOKS if hook != "step"]  # which is an optimizer's
+Performing = type("Performing", (Callback,), {hook: _performing(hook) for hook in HOOKS})
+"""Calls what the program does in the hooks of a callback."""
 
 
 def run_job(
