@@ -18,9 +18,7 @@ PRINTED = {
     "Lightning's Trainer": "trained 32 steps on 2 ranks",
     "Lightning's Fabric": "steps of each rank: 4",
     "A LightningModule in rankwise's Trainer": "weights: [1.0, 1.0]",
-    "Any other program": "steps of each rank: 4",
-    "transformers": "steps of each rank: 4",
-    "Accelerate": "steps of each rank: 4",
+    **dict.fromkeys(("Any other program", "transformers", "Accelerate"), "steps of each rank: 4"),
     "Lightning with its own strategy": "steps of each rank: 32",
 }
 # Lightning's detection starts MPI, where it is installed.

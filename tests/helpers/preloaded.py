@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO
 
 from tests.helpers import processes
 from tests.helpers.leak_checks import SET_BY_IMPORTS
@@ -37,27 +37,6 @@ _READ_AT_START = re.compile(
     r"TORCH|PYTORCH_|CUDA|OMP_|GOMP_|KMP_|MKL_|OPENBLAS_|NPY_|NUMPY_|ATEN_"
 )
 _RESERVED = "/" * 400  # for the program's own marker
-
-
-class Program(Protocol):
-    """What the tests use of `subprocess.Popen`, which a program has that is forked, too."""
-
-    @property
-    def pid(self) -> int:
-        """The process's id."""
-
-    @property
-    def returncode(self) -> Any:
-        """The exit code, once `poll` or `wait` has returned it; negative for a signal."""
-
-    def poll(self) -> int | None:
-        """Return the exit code, or None while the program runs."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the program's end; return its exit code."""
-
-    def send_signal(self, sig: int) -> None:
-        """Send a signal, if the program runs."""
 
 
 class ForkedProgram:
@@ -87,6 +66,9 @@ class ForkedProgram:
         """Send a signal, if the program runs."""
         if self.poll() is None:
             os.kill(self.pid, sig)
+
+
+Program = subprocess.Popen[bytes] | ForkedProgram
 
 
 class PreloadedInterpreter:

@@ -166,7 +166,7 @@ class RunningScript:
         return result
 
     def _result(self, elapsed: float) -> ScriptResult:
-        return ScriptResult(self.command, self.popen.returncode, self.stdout, self.stderr, elapsed)
+        return ScriptResult(self.command, self.popen.wait(), self.stdout, self.stderr, elapsed)
 
     def _close(self) -> None:
         self._stdout.close()

@@ -1,6 +1,7 @@
 """A program as rankwise runs it: what a script does on each rank."""
 
 import copy
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,9 @@ class Module(TrainingModule):
         self.program = program
         self.automatic_optimization = not program.learning.is_manual
         names = {"val": program.metrics, "test": program.metrics, "train": program.train_metrics}
-        self.metrics: Any = nn.ModuleDict(
-            {
-                f"{prefix}{loader}": nn.ModuleDict(learning.make_metrics(names[prefix]))
-                for prefix in names
-                for loader in range(MOST_LOADERS)
-            }
-        )
+        self.metrics: Any = nn.ModuleDict()
+        for prefix, loader in itertools.product(names, range(MOST_LOADERS)):
+            self.metrics[f"{prefix}{loader}"] = nn.ModuleDict(learning.make_metrics(names[prefix]))
         self.validations: list[float] = []
         self.seen: list[tuple[int, list[int]]] = []
         self.notes: list[float] = []
@@ -154,10 +151,8 @@ class Module(TrainingModule):
         if scheduler is None:
             return optimizers
         interval = "step" if self.program.learning.schedule == "step" else "epoch"
-        return {
-            "optimizer": optimizers[0],
-            "lr_scheduler": {"scheduler": scheduler, "interval": interval, "monitor": "val"},
-        }
+        scheduling = {"scheduler": scheduler, "interval": interval, "monitor": "val"}
+        return {"optimizer": optimizers[0], "lr_scheduler": scheduling}
 
     def _after_step(self, optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
         self.perform("optimizer", "step", optimizer)
