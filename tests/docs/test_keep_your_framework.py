@@ -37,11 +37,6 @@ for name, program in {programs!r}.items():
 """
 
 
-def test_every_program_is_run() -> None:
-    """The page has no other ones."""
-    assert list(PROGRAMS) == list(PRINTED)
-
-
 def lines_of(printed: str) -> list[str]:
     """Return the lines that the programs print themselves; Lightning prints, too."""
     starts = tuple(line.split()[0] for line in PRINTED.values())
@@ -49,7 +44,8 @@ def lines_of(printed: str) -> list[str]:
 
 
 def test_the_programs(run_script: ScriptRunner) -> None:
-    """Each trains on two ranks, and prints its line once; here by fork, one after another in one process."""
+    """Each of the page trains on two ranks, and prints its line once; here by fork, in one process."""
+    assert list(PROGRAMS) == list(PRINTED)
     need_installed("lightning", "transformers", "accelerate")
     forked = {
         name: re.sub("|".join(FORKED), lambda found: FORKED[found[0]], program)
