@@ -101,52 +101,34 @@ SKYPILOT = {
 }
 OWN_NODES = variables_of("BN_NODE=1 BN_NODES=2 BN_HEAD=10.0.0.1 BN_PORT=5000")
 NODES = variables_of("NODE_RANK=1 MASTER_ADDR=10.0.0.1 MASTER_PORT=5000")
-GOOD: dict[type[ClusterEnvironment], Variables] = {
-    TorchElasticEnvironment: TORCHRUN,
-    SlurmEnvironment: SLURM,
-    LSFEnvironment: LSF,
-    MPIEnvironment: OPEN_MPI,
-    PALSEnvironment: PALS,
-    KubeflowEnvironment: KUBEFLOW,
-    PlainEnvironment: PLAIN,
-    TrainJobEnvironment: TRAIN_JOB,
-    SkyPilotEnvironment: SKYPILOT,
-    NodesEnvironment: NODES,
-    OwnNodes: OWN_NODES,
-    OwnEnvironment: OWN,
-}
-
-
-OF_EIGHT, OF_FOUR, OF_TWO_NODES = (
-    RankInfo(5, 1, 1, 8, 4, 2),
-    RankInfo(3, 1, 1, 4, 2, 2),
-    RankInfo(1, 0, 1, 2, 1, 2),
-)
+OF_FOUR, OF_TWO_NODES = RankInfo(3, 1, 1, 4, 2, 2), RankInfo(1, 0, 1, 2, 1, 2)
 JOB_PORT = 20000 + 1042 * 31 % 12000
+CASES: list[tuple[type[ClusterEnvironment], Variables, RankInfo, tuple[str, int] | None]] = [
+    (TorchElasticEnvironment, TORCHRUN, RankInfo(5, 1, 1, 8, 4, 2), ("node0", 29400)),
+    (SlurmEnvironment, SLURM, OF_FOUR, ("gpu07", JOB_PORT)),
+    (LSFEnvironment, LSF, OF_FOUR, None),
+    (MPIEnvironment, OPEN_MPI, OF_FOUR, None),
+    (PALSEnvironment, PALS, OF_FOUR, None),
+    (KubeflowEnvironment, KUBEFLOW, OF_TWO_NODES, ("job-master-0", 23456)),
+    (PlainEnvironment, PLAIN, RankInfo(1, 1, 0, 2, 2, 1), ("10.0.0.1", 5000)),
+    (TrainJobEnvironment, TRAIN_JOB, OF_TWO_NODES, ("job-node-0-0.job", 29400)),
+    (SkyPilotEnvironment, SKYPILOT, OF_TWO_NODES, None),
+    (NodesEnvironment, NODES, OF_TWO_NODES, ("10.0.0.1", 5000)),
+    (OwnNodes, OWN_NODES, OF_TWO_NODES, ("10.0.0.1", 5000)),
+    (OwnEnvironment, OWN, OF_FOUR, ("head", 1)),
+]
+GOOD = {cls: variables for cls, variables, *_ in CASES}
 
 
 @pytest.mark.parametrize(
-    ("cls", "expected", "address"),
-    [
-        (TorchElasticEnvironment, OF_EIGHT, ("node0", 29400)),
-        (SlurmEnvironment, OF_FOUR, ("gpu07", JOB_PORT)),
-        (LSFEnvironment, OF_FOUR, None),
-        (MPIEnvironment, OF_FOUR, None),
-        (PALSEnvironment, OF_FOUR, None),
-        (KubeflowEnvironment, OF_TWO_NODES, ("job-master-0", 23456)),
-        (TrainJobEnvironment, OF_TWO_NODES, ("job-node-0-0.job", 29400)),
-        (SkyPilotEnvironment, OF_TWO_NODES, None),
-        (NodesEnvironment, OF_TWO_NODES, ("10.0.0.1", 5000)),
-        (OwnNodes, OF_TWO_NODES, ("10.0.0.1", 5000)),
-        (PlainEnvironment, RankInfo(1, 1, 0, 2, 2, 1), ("10.0.0.1", 5000)),
-        (OwnEnvironment, OF_FOUR, ("head", 1)),
-    ],
-    ids=lambda value: getattr(value, "name", ""),
+    ("cls", "variables", "expected", "address"), CASES, ids=[cls.name for cls, *_ in CASES]
 )
-def test_contract(cls: type[ClusterEnvironment], expected: RankInfo, address: tuple[str, int] | None) -> None:
+def test_contract(
+    cls: type[ClusterEnvironment], variables: Variables, expected: RankInfo, address: tuple[str, int] | None
+) -> None:
     """The environment keeps the rules that other people's are checked for; address and port are read."""
-    check_environment(cls, GOOD[cls], expected)
-    environment = cls(GOOD[cls])
+    check_environment(cls, variables, expected)
+    environment = cls(variables)
     assert address is None or (environment.main_address, environment.main_port) == address
 
 

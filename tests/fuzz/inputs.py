@@ -123,9 +123,8 @@ def text_from(random: Random, texts: Sequence[str]) -> str:
     if random.random() < 0.5:
         return random.choice(ODD_TEXTS)
     if random.random() < 0.2:
-        return "".join(
-            chr(random.choice((random.randrange(128), random.randrange(0xD800)))) for _ in range(12)
-        )
+        pairs = ((random.randrange(128), random.randrange(0xD800)) for _ in range(12))
+        return "".join(chr(random.choice(pair)) for pair in pairs)
     parts = [random.choice(texts) for _ in range(random.randrange(1, 4))]
     cut = [part[random.randrange(len(part) + 1) :] if random.random() < 0.3 else part for part in parts]
     return random.choice(("", ",", "-", " ")).join(cut)
