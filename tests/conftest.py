@@ -51,14 +51,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _starts_interpreters(item: pytest.Item) -> bool:
-    parameters = (
-        item.callspec.params.values()
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
-        else ()
-    )
-    return any(
-        isinstance(each, str) and any(word in each for word in NEW_INTERPRETERS) for each in parameters
-    )
+    if not (isinstance(item, pytest.Function) and hasattr(item, "callspec")):
+        return False
+    texts = [each for each in item.callspec.params.values() if isinstance(each, str)]
+    return any(word in each for each in texts for word in NEW_INTERPRETERS)
 
 
 def pytest_configure(config: pytest.Config) -> None:

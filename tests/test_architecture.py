@@ -4,8 +4,9 @@ import functools
 import importlib
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,48 +28,33 @@ LONGER = {"rankwise.errors": 900}  # one tree, which is read as a whole; its cla
 # ------------------------------------------------------------------------------------- rankwise itself
 
 
-def test_imports_go_one_way() -> None:
-    """No module imports from a part above it, or from a neighbouring leg."""
-    assert architecture.wrong_directions(MODULES) == []
-
-
-def test_no_import_cycles() -> None:
-    """No module imports itself by way of others, imports inside functions and for types included."""
-    assert architecture.cycles(MODULES) == []
-
-
-def test_private_modules_stay_in_their_folder() -> None:
-    """A module whose name starts with an underscore is imported by its own folder only."""
-    assert architecture.private_imports(MODULES) == []
-
-
 # Tables of modules that are imported when they are used, or that are known by name in a stack of frames.
+HOMES = ("", ".callbacks", ".launchers.commands", ".loggers", ".profilers", ".lightning", ".testing")
 TABLES = {
-    "rankwise": "_HOMES",
-    "rankwise.callbacks": "_HOMES",
-    "rankwise.launchers.commands": "_HOMES",
-    "rankwise.loggers": "_HOMES",
-    "rankwise.profilers": "_HOMES",
-    "rankwise.lightning": "_HOMES",
-    "rankwise.testing": "_HOMES",
+    **{f"rankwise{name}": "_HOMES" for name in HOMES},
     "rankwise.launchers.multiprocess": "PRELOAD",
     "rankwise.process_group.interception": "_INNER_MODULES",
 }
+RULES: dict[str, tuple[Any, ...]] = {
+    "no module imports from a part above it, or from a neighbouring leg": (architecture.wrong_directions,),
+    "no module imports itself by way of others, inside functions and for types too": (architecture.cycles,),
+    "a private module is imported by its own folder only": (architecture.private_imports,),
+    "a string names a module in a table only, where it exists": (architecture.modules_in_strings, TABLES),
+    "every package has an `__all__`": (architecture.without_all,),
+    "no public name is defined in two files": (architecture.names_with_several_meanings,),
+    "nothing that rankwise relies on disappears under `python -O`": (architecture.bare_asserts,),
+    "`hasattr` is used for a stated reason only": (architecture.unexplained_hasattr,),
+    "a file that has grown has more than one role": (architecture.long_files, LINES, LONGER),
+    "a folder of many files has more than one subject": (architecture.crowded_folders, FILES),
+    "the first line of every file is a sentence": (architecture.unroled_files,),
+}
 
 
-def test_modules_are_imported_not_named() -> None:
-    """A string names a module in a table only, and what a table names exists."""
-    assert architecture.modules_in_strings(MODULES, TABLES) == []
-
-
-def test_packages_say_what_is_public() -> None:
-    """Every package has an `__all__`."""
-    assert architecture.without_all(MODULES) == []
-
-
-def test_a_name_has_one_meaning() -> None:
-    """No public name is defined in two files."""
-    assert architecture.names_with_several_meanings(MODULES) == []
+@pytest.mark.parametrize("rule", RULES)
+def test_rules(rule: str) -> None:
+    """No module breaks a rule."""
+    find, *settings = RULES[rule]
+    assert find(MODULES, *settings) == []
 
 
 @pytest.mark.parametrize("name", [name for name, module in MODULES.items() if "\n__all__ = " in module.text])
@@ -78,26 +64,6 @@ def test_public_names_exist(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module(name)
     missing = [public for public in getattr(module, "__all__", []) if getattr(module, public, None) is None]
     assert missing == []
-
-
-def test_no_asserts() -> None:
-    """Nothing that rankwise relies on disappears under `python -O`."""
-    assert architecture.bare_asserts(MODULES) == []
-
-
-def test_no_probing() -> None:
-    """`hasattr` is used for a stated reason only."""
-    assert architecture.unexplained_hasattr(MODULES) == []
-
-
-def test_files_are_short() -> None:
-    """A file that has grown has more than one role."""
-    assert architecture.long_files(MODULES, LINES, LONGER) == []
-
-
-def test_folders_are_small() -> None:
-    """A folder of many files has more than one subject."""
-    assert architecture.crowded_folders(MODULES, FILES) == []
 
 
 def test_functions_are_short() -> None:
@@ -119,11 +85,6 @@ def test_no_metaphors() -> None:
     assert {path: found for path in paths if (found := METAPHORS.findall(path.read_text()))} == {}
 
 
-def test_files_say_their_role() -> None:
-    """The first line of every file is a sentence."""
-    assert architecture.unroled_files(MODULES) == []
-
-
 def test_every_error_is_in_the_tree_and_public() -> None:
     """The tree on top of the file has every class, below its own base; so has `__all__`."""
     errors = MODULES["rankwise.errors"]
@@ -139,21 +100,10 @@ def test_errors_are_documented() -> None:
 
 ONLY_BASES = {"RankwiseError", "WorkerError"}  # they have no text of their own
 BETWEEN_RANKS = {
-    "CollectiveMismatchError",
-    "NodesLostError",
-    "PeerAuthenticationError",
-    "ProcessGroupError",
-    "RankMismatchError",
-    "RankZeroFailedError",
-    "RendezvousTimeoutError",
-    "StopAgreementError",
-    "TensorMismatchError",
-    "UnevenInputsError",
-    "UnusedParametersError",
-    "WorkerExitedError",
-    "WorkerKilledError",
-    "WorkerRaisedError",
-    "WorkerTimedOutError",
+    *("CollectiveMismatchError", "NodesLostError", "PeerAuthenticationError", "ProcessGroupError"),
+    *("RankMismatchError", "RankZeroFailedError", "RendezvousTimeoutError", "StopAgreementError"),
+    *("TensorMismatchError", "UnevenInputsError", "UnusedParametersError", "WorkerExitedError"),
+    *("WorkerKilledError", "WorkerRaisedError", "WorkerTimedOutError"),
 }
 
 
@@ -230,10 +180,8 @@ BY_NAME = f"import importlib\nimportlib.import_module('{LOOP}')"
 def test_wrong_directions_are_found(tmp_path: Path, importer: str, source: str, imported: str | None) -> None:
     """An import upwards is found in every spelling, for types too, but for the Trainer that hooks take."""
     names = ("errors", "ranks", "registry", "data/__init__", "strategies/__init__", "trainer/loop")
-    empty = dict.fromkeys(
-        (*names, "precision/base", "process_group/__init__", "data/shard", "trainer/__init__"), ""
-    )
-    modules = plant(tmp_path, {**empty, importer: source})
+    more = ("precision/base", "process_group/__init__", "data/shard", "trainer/__init__")
+    modules = plant(tmp_path, {**dict.fromkeys((*names, *more), ""), importer: source})
     name = importer.replace("/", ".")
     assert architecture.wrong_directions(modules) == (
         [f"house.{name} imports {imported}"] if imported else []
@@ -246,103 +194,86 @@ def test_a_part_without_a_place_is_found(tmp_path: Path) -> None:
     assert found == ["house.cellar.wine has no place in MAY_IMPORT: give 'cellar' one"]
 
 
-def test_cycles_are_found(tmp_path: Path) -> None:
-    """A cycle is found once, one that is closed inside a function too; a shared import is none."""
-    sources = {
-        "a": "from house import b, d",
-        "b": "def f():\n    from house.c import x",
-        "c": "import house.a, house.d",
-        "d": "",
-    }
-    assert architecture.cycles(plant(tmp_path, sources)) == ["house.a -> house.b -> house.c -> house.a"]
+FINDINGS: dict[str, tuple[Callable[[dict[str, Module]], list[Any]], dict[str, str], list[Any]]] = {
+    "a cycle, once, one that is closed inside a function too; but no shared import": (
+        architecture.cycles,
+        {
+            "a": "from house import b, d",
+            "b": "def f():\n    from house.c import x",
+            "c": "import house.a, house.d",
+            "d": "",
+        },
+        ["house.a -> house.b -> house.c -> house.a"],
+    ),
+    "a package without `__all__`, but no module without one": (
+        architecture.without_all,
+        {"a/__init__": "__all__ = ['x']", "b/__init__": "x = 1", "c": "x = 1"},
+        ["house", "house.b"],
+    ),
+    "two meanings of a function, class or constant, but not of private names and type variables": (
+        architecture.names_with_several_meanings,
+        {
+            "a": "T = TypeVar('T')\n_x = y = 1\ndef f():\n    z = 1",
+            "b": "T = TypeVar('T')\n_x = 1\nclass y: ...\nz: int = 1",
+            "c": "async def f(): ...",
+        },
+        ["f: house.a, house.c", "y: house.a, house.b"],
+    ),
+    "an import of a private module, but not by its neighbours and its own package": (
+        architecture.private_imports,
+        {
+            "a/__init__": "from house.a import _b",
+            "a/_b": "",
+            "a/c": "from house.a._b import x",
+            "d/__init__": "",
+            "d/e": "from house.a import _b",
+        },
+        ["house.d.e imports house.a._b"],
+    ),
+    "a module's name in any string but in the table, where it must be a module's": (
+        lambda modules: architecture.modules_in_strings(modules, {"house.a": "HOMES"}),
+        {"a": "HOMES = {'x': 'house.b', 'y': 'house.lost'}\nOTHER = 'house.b'\n'house'", "b": ""},
+        ["house/a.py:1: there is no 'house.lost'", "house/a.py:2: 'house.b'"],
+    ),
+    "more files than the limit, without `__init__`": (
+        lambda modules: architecture.crowded_folders(modules, 1),
+        {"a/__init__": "", "a/b": "", "a/c": "", "d/e": ""},
+        ["house/a: 2 files"],
+    ),
+    "the length of functions, without the docstring; inner ones count by themselves": (
+        architecture.function_lengths,
+        {"a": "def f():\n    '''Two\n    lines.'''\n    def g(): ...\n    return g"},
+        [1, 3],
+    ),
+    "an assert wherever it stands, but not the word in a string": (
+        architecture.bare_asserts,
+        {"a": "def f(x):\n    if x:\n        assert x, 'assert'", "b": "'assert x'"},
+        ["house/a.py:3"],
+    ),
+    "`hasattr` without a reason on its line or above it": (
+        architecture.unexplained_hasattr,
+        {"a": "\nhasattr(a, 'x')\n\nhasattr(a, 'y')  # why: old\n# why: old\nhasattr(a, 'z')\n"},
+        ["house/a.py:2"],
+    ),
+    "a file with more lines than the last length that is allowed": (
+        lambda modules: architecture.long_files(modules, 4, {"house.c": 5}),
+        {"a": "\n" * 4, "b": "\n" * 5, "c": "\n" * 5},
+        ["house.b: 5 lines"],
+    ),
+    "a file that begins with code": (
+        architecture.unroled_files,
+        {"__init__": '"""A house."""', "a": "import os", "b": '"""Say what."""'},
+        ["house.a"],
+    ),
+}
 
 
-def test_packages_without_all_are_found(tmp_path: Path) -> None:
-    """A package without `__all__` is named, a module without one is not."""
-    modules = plant(tmp_path, {"a/__init__": "__all__ = ['x']", "b/__init__": "x = 1", "c": "x = 1"})
-    assert architecture.without_all(modules) == ["house", "house.b"]
-
-
-def test_names_with_several_meanings_are_found(tmp_path: Path) -> None:
-    """Functions, classes and constants count, but not private names and type variables."""
-    sources = {
-        "a": "T = TypeVar('T')\n_x = y = 1\ndef f():\n    z = 1",
-        "b": "T = TypeVar('T')\n_x = 1\nclass y: ...\nz: int = 1",
-        "c": "async def f(): ...",
-    }
-    found = architecture.names_with_several_meanings(plant(tmp_path, sources))
-    assert found == ["f: house.a, house.c", "y: house.a, house.b"]
-
-
-def test_private_imports_are_found(tmp_path: Path) -> None:
-    """A private module may be imported by its neighbours and its own package only."""
-    sources = {
-        "a/__init__": "from house.a import _b",
-        "a/_b": "",
-        "a/c": "from house.a._b import x",
-        "d/__init__": "",
-        "d/e": "from house.a import _b",
-    }
-    assert architecture.private_imports(plant(tmp_path, sources)) == ["house.d.e imports house.a._b"]
-
-
-def test_modules_in_strings_are_found(tmp_path: Path) -> None:
-    """A module's name is found in any string but in the table, where it must be a module's."""
-    source = "HOMES = {'x': 'house.b', 'y': 'house.lost'}\nOTHER = 'house.b'\n'house'"
-    modules = plant(tmp_path, {"a": source, "b": ""})
-    found = architecture.modules_in_strings(modules, {"house.a": "HOMES"})
-    assert found == [
-        f"{tmp_path}/house/a.py:1: there is no 'house.lost'",
-        f"{tmp_path}/house/a.py:2: 'house.b'",
-    ]
-
-
-def test_crowded_folders_are_found(tmp_path: Path) -> None:
-    """The limit is the last number of files that is allowed; `__init__` does not count."""
-    modules = plant(tmp_path, {"a/__init__": "", "a/b": "", "a/c": "", "d/e": ""})
-    assert architecture.crowded_folders(modules, 1) == [f"{tmp_path}/house/a: 2 files"]
-
-
-def test_functions_are_measured(tmp_path: Path) -> None:
-    """The docstring does not count, inner functions count by themselves."""
-    source = """
-        def f():
-            \'\'\'Two
-            lines.\'\'\'
-            def g(): ...
-            return g
-    """
-    assert architecture.function_lengths(plant(tmp_path, {"a": source})) == [1, 3]
-
-
-def test_asserts_are_found(tmp_path: Path) -> None:
-    """An assert is found wherever it stands; the word in a string is none."""
-    modules = plant(tmp_path, {"a": "def f(x):\n    if x:\n        assert x, 'assert'", "b": "'assert x'"})
-    assert architecture.bare_asserts(modules) == [f"{tmp_path}/house/a.py:3"]
-
-
-def test_probing_is_found(tmp_path: Path) -> None:
-    """`hasattr` without a reason is found; with one on its line or above it is not."""
-    source = """
-        hasattr(a, "x")
-
-        hasattr(a, "y")  # why: torch 2.6 lacks it
-        # why: torch 2.6 lacks it
-        hasattr(a, "z")
-    """
-    assert architecture.unexplained_hasattr(plant(tmp_path, {"a": source})) == [f"{tmp_path}/house/a.py:2"]
-
-
-def test_long_files_are_found(tmp_path: Path) -> None:
-    """The limit is the last length that is allowed."""
-    modules = plant(tmp_path, {"a": "\n" * 4, "b": "\n" * 5, "c": "\n" * 5})
-    assert architecture.long_files(modules, 4, {"house.c": 5}) == ["house.b: 5 lines"]
-
-
-def test_files_without_a_role_are_found(tmp_path: Path) -> None:
-    """A file that begins with code is named."""
-    modules = plant(tmp_path, {"__init__": '"""A house."""', "a": "import os", "b": '"""Say what."""'})
-    assert architecture.unroled_files(modules) == ["house.a"]
+@pytest.mark.parametrize("what", FINDINGS)
+def test_what_is_found(tmp_path: Path, what: str) -> None:
+    """Each check finds what it is for, and nothing else."""
+    find, sources, expected = FINDINGS[what]
+    found = find(plant(tmp_path, sources))
+    assert [str(each).replace(f"{tmp_path}/", "") for each in found] == [str(each) for each in expected]
 
 
 def test_errors_are_found(tmp_path: Path) -> None:
@@ -384,6 +315,12 @@ def test_the_tree_of_errors_is_read(tmp_path: Path) -> None:
     assert architecture.bases_of_errors(module) == tree
 
 
+def expected_by(folder: Path, source: str) -> set[str]:
+    path = folder / "test_planted.py"
+    path.write_text(source)
+    return architecture.errors_expected([path])
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -403,9 +340,7 @@ def test_the_tree_of_errors_is_read(tmp_path: Path) -> None:
 )
 def test_expected_errors_are_found(tmp_path: Path, source: str) -> None:
     """An error that a test fails without is found in every spelling."""
-    path = tmp_path / "test_planted.py"
-    path.write_text(source)
-    assert "Found" in architecture.errors_expected([path])
+    assert "Found" in expected_by(tmp_path, source)
 
 
 @pytest.mark.parametrize(
@@ -428,6 +363,4 @@ def test_expected_errors_are_found(tmp_path: Path, source: str) -> None:
 )
 def test_errors_only_mentioned_are_not_found(tmp_path: Path, source: str) -> None:
     """What stands in a test that does not fail without the error has provoked nothing."""
-    path = tmp_path / "test_planted.py"
-    path.write_text(source)
-    assert "Missed" not in architecture.errors_expected([path])
+    assert "Missed" not in expected_by(tmp_path, source)

@@ -157,13 +157,7 @@ class SlurmCluster:
         self._started.append(psutil.Process(int(path.read_text())))
 
 
-_MUNGE_OPTIONS = {
-    "socket": "sock",
-    "key-file": "key",
-    "pid-file": "pid",
-    "log-file": "log",
-    "seed-file": "seed",
-}
+_MUNGE_OPTIONS = {"socket": "sock", **{f"{name}-file": name for name in ("key", "pid", "log", "seed")}}
 
 
 def _find(program: str) -> str:

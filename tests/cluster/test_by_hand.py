@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from tests.cluster.hosts import TwoHosts
-from tests.helpers.scripts import WITHOUT_COVERAGE, RunningScript, ScriptRunner
+from tests.helpers.scripts import WITHOUT_COVERAGE, RunningScript, ScriptResult, ScriptRunner
 from tests.process.helpers import with_tests
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -107,23 +107,46 @@ for per_node in (True, False):
 """
 
 
+Variables = Mapping[str, str | None]
+
+
 def start(
     hosts: TwoHosts,
-    run_script: ScriptRunner,
+    runner: ScriptRunner,
     *arguments: str,
-    more: Mapping[str, str | None] | None = None,
+    more: Variables | None = None,
     script: str = SCRIPT,
 ) -> list[RunningScript]:
-    command = [sys.executable, run_script.write(script), *arguments]
+    command = [sys.executable, str(runner.write(script)), *arguments]
     return [
-        run_script.start_command(
-            hosts.command(name, [str(word) for word in command]),
+        runner.start_command(
+            hosts.command(name, command),
             env={**with_tests(more), "NODE_RANK": str(node), "MASTER_ADDR": "hosta", "MASTER_PORT": "29500"},
         )
         for node, name in enumerate(hosts.names)
     ]
 
 
+def run(
+    hosts: TwoHosts, runner: ScriptRunner, *arguments: str, code: int = 0, said: tuple[str, ...] = ()
+) -> list[ScriptResult]:
+    """Run the script on both hosts; each ends with `code`, and has written each text to stderr."""
+    results = [each.finish(timeout=110) for each in start(hosts, runner, *arguments)]
+    for result in results:
+        assert result.returncode == code, results
+        for text in said:
+            assert text in result.stderr, results
+    return results
+
+
+def check_left_together(results: list[ScriptResult]) -> None:
+    """Check that both ended at nearly the same time, and not after the 60 s for which some would sleep."""
+    left = [float(result.stdout.rpartition("left at ")[2]) for result in results]
+    assert abs(left[0] - left[1]) < 30, results
+
+
+BOOM = "raised ValueError: boom on purpose"
+OF_THREE = "Worker global_rank=3 (local_rank=1, node_rank=1"
 METHODS = pytest.mark.parametrize("method", ["popen", pytest.param("fork", marks=pytest.mark.soak)])
 """How the second rank of a node starts; other tests here fork it."""
 
@@ -131,8 +154,7 @@ METHODS = pytest.mark.parametrize("method", ["popen", pytest.param("fork", marks
 @METHODS
 def test_each_node_starts_its_own(hosts: TwoHosts, run_script: ScriptRunner, method: str) -> None:
     """Four ranks on two nodes connect at node 0's address, and again for a second job."""
-    results = [each.finish(timeout=110) for each in start(hosts, run_script, method, "end")]
-    assert [result.returncode for result in results] == [0, 0], results
+    results = run(hosts, run_script, method, "end")
     for node, result in enumerate(results):
         for rank in (2 * node, 2 * node + 1):
             place = f"global_rank {rank} of 4, local_rank {rank % 2} of 2, node {node} of 2"
@@ -150,8 +172,7 @@ def test_where_data_are_prepared(hosts: TwoHosts, run_script: ScriptRunner) -> N
 def test_a_host_that_is_loopback_to_itself(hosts: TwoHosts, run_script: ScriptRunner) -> None:
     """Where node 0's own name resolves to 127.0.1.1, it listens at the address that node 1 resolves."""
     with hosts.loopback_to_itself("hosta"):
-        results = [each.finish(timeout=110) for each in start(hosts, run_script, "fork", "end")]
-    assert [result.returncode for result in results] == [0, 0], results
+        results = run(hosts, run_script, "fork", "end")
     for node, result in enumerate(results):
         assert result.stdout.count(f"node {node} of 2) {hosts.interface} [6.0") == 4, results
 
@@ -159,34 +180,23 @@ def test_a_host_that_is_loopback_to_itself(hosts: TwoHosts, run_script: ScriptRu
 @pytest.mark.parametrize("what", ["raise", "late"])
 def test_a_failure_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptRunner, what: str) -> None:
     """An exception on one node is raised on the other too, whether that one still works or has finished."""
-    results = [each.finish(timeout=110) for each in start(hosts, run_script, "fork", what)]
-    for result in results:
-        assert result.returncode == 1, results
-        assert "Worker global_rank=3 (local_rank=1, node_rank=1" in result.stderr, results
-        assert "raised ValueError: boom on purpose" in result.stderr, results
+    run(hosts, run_script, "fork", what, code=1, said=(OF_THREE, BOOM))
 
 
 @METHODS
 def test_a_kill_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptRunner, method: str) -> None:
     """A killed rank is named by its launching process, on the other node too."""
-    results = [each.finish(timeout=110) for each in start(hosts, run_script, method, "kill")]
-    for result in results:
-        assert result.returncode == 137, results
-        assert "Worker global_rank=3 (local_rank=1, node_rank=1, host 'hostb', pid" in result.stderr, results
-        assert "was killed by SIGKILL" in result.stderr, results
+    said = (f"{OF_THREE}, host 'hostb', pid", "was killed by SIGKILL")
+    run(hosts, run_script, method, "kill", code=137, said=said)
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("popen", marks=pytest.mark.soak)])
 def test_who_is_in_no_collective_hears_too(hosts: TwoHosts, run_script: ScriptRunner, method: str) -> None:
     """When rank 0 fails, and the store with it, sleeping ranks of the other node are stopped."""
-    results = [each.finish(timeout=110) for each in start(hosts, run_script, method, "apart")]
-    for result in results:
-        assert result.returncode == 1, results
-        assert "Worker global_rank=0 (local_rank=0, node_rank=0, host 'hosta', pid" in result.stderr, results
-        assert "raised ValueError: boom on purpose" in result.stderr, results
-        assert "the same on" not in result.stderr, results
-    left = [float(result.stdout.rpartition("left at ")[2]) for result in results]
-    assert abs(left[0] - left[1]) < 30, results  # and not after the 60 s for which they would sleep
+    said = ("Worker global_rank=0 (local_rank=0, node_rank=0, host 'hosta', pid", BOOM)
+    results = run(hosts, run_script, method, "apart", code=1, said=said)
+    assert not any("the same on" in result.stderr for result in results), results
+    check_left_together(results)
 
 
 @pytest.mark.parametrize(
@@ -202,24 +212,16 @@ def test_who_waits_for_the_group_hears_too(
     method: str, what: str, code: int, hosts: TwoHosts, run_script: ScriptRunner
 ) -> None:
     """A rank that fails before there is a group does not keep the other node until `init_timeout`."""
-    results = [each.finish(timeout=110) for each in start(hosts, run_script, method, what)]
-    for result in results:
-        assert result.returncode == code, results
-        assert "Worker global_rank=3 (local_rank=1, node_rank=1, host 'hostb', pid" in result.stderr, results
-    left = [float(result.stdout.rpartition("left at ")[2]) for result in results]
-    assert abs(left[0] - left[1]) < 30, results
+    said = (f"{OF_THREE}, host 'hostb', pid",)
+    check_left_together(run(hosts, run_script, method, what, code=code, said=said))
 
 
 def test_who_is_late_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptRunner) -> None:
     """A rank that hangs on one node is named on the other too, with its host and what it does."""
-    results = [each.finish(timeout=110) for each in start(hosts, run_script, "fork", "hang")]
-    for result in results:
-        assert result.returncode == 1, results
-        assert "WorkerTimedOutError" in result.stderr, results
-        assert "waited too long for global_rank=3" in result.stderr, results
-        assert "global_rank 3 (node 1, host 'hostb', pid" in result.stderr, results
-        assert ") was last in running, " in result.stderr, results
-    assert "rankwise: global_rank 3 (node 1, host 'hostb', pid" in results[0].stderr, results[0].stderr
+    late = "global_rank 3 (node 1, host 'hostb', pid"
+    said = ("WorkerTimedOutError", "waited too long for global_rank=3", late, ") was last in running, ")
+    results = run(hosts, run_script, "fork", "hang", code=1, said=said)
+    assert f"rankwise: {late}" in results[0].stderr, results[0].stderr
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,11 @@
 
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.cluster.hosts import TwoHosts
-from tests.helpers.scripts import ScriptRunner
+from tests.helpers.scripts import RunningScript, ScriptRunner
 from tests.process.helpers import with_tests
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -56,18 +55,16 @@ if __name__ == "__main__":
 """
 
 
-def command(hosts: TwoHosts, run_script: ScriptRunner, folder: Path, *arguments: str) -> list[str]:
-    """Return the command that runs the program on the first host."""
-    program = [str(run_script.write(PROGRAM)), str(hosts.remote_shell(folder)), *arguments]
-    return hosts.command("hosta", [sys.executable, *program])
+def start(hosts: TwoHosts, runner: ScriptRunner, *arguments: str) -> RunningScript:
+    """Start the program on the first host."""
+    program = [str(runner.write(PROGRAM)), str(hosts.remote_shell(runner.folder)), *arguments]
+    return runner.start_command(hosts.command("hosta", [sys.executable, *program]), env=with_tests())
 
 
 @pytest.mark.parametrize("rendezvous", ["private", "tcp"])
-def test_ranks_of_two_hosts(
-    hosts: TwoHosts, run_script: ScriptRunner, tmp_path: Path, rendezvous: str
-) -> None:
+def test_ranks_of_two_hosts(hosts: TwoHosts, run_script: ScriptRunner, rendezvous: str) -> None:
     """They meet through the launching process, and no command line has the job's key."""
-    result = run_script.command(command(hosts, run_script, tmp_path, rendezvous, "end"), env=with_tests())
+    result = start(hosts, run_script, rendezvous, "end").finish()
     assert result.returncode == 0, result
     for rank in range(4):
         place = f"global_rank {rank} of 4, local_rank {rank % 2} of 2, node {rank // 2} of 2"
@@ -75,29 +72,25 @@ def test_ranks_of_two_hosts(
         assert f"{place}), '{host}', '{hosts.interface}', [6.0, 6.0], 64, False)" in result.stdout, result
 
 
-def test_a_failure_names_rank_and_host(hosts: TwoHosts, run_script: ScriptRunner, tmp_path: Path) -> None:
+def test_a_failure_names_rank_and_host(hosts: TwoHosts, run_script: ScriptRunner) -> None:
     """The exception of a rank on the other host is the caller's."""
-    result = run_script.command(command(hosts, run_script, tmp_path, "auto", "raise"), env=with_tests())
+    result = start(hosts, run_script, "auto", "raise").finish()
     assert result.returncode == 1, result
     assert "Worker global_rank=3 (local_rank=1, node_rank=1, host 'hostb', pid" in result.stderr, result
     assert "raised ValueError: boom on purpose" in result.stderr, result
 
 
-def test_the_end_of_the_caller(hosts: TwoHosts, run_script: ScriptRunner, tmp_path: Path) -> None:
+def test_the_end_of_the_caller(hosts: TwoHosts, run_script: ScriptRunner) -> None:
     """It ends the ranks on both hosts, although the remote shells survive it."""
-    running = run_script.start_command(
-        command(hosts, run_script, tmp_path, "auto", "sleep"), env=with_tests()
-    )
+    running = start(hosts, run_script, "auto", "sleep")
     running.wait_for("sleeps", count=4)
     running.send_signal(signal.SIGKILL)
     running.finish(timeout=60)
 
 
-def test_a_cut_cable_is_a_failure(hosts: TwoHosts, run_script: ScriptRunner, tmp_path: Path) -> None:
+def test_a_cut_cable_is_a_failure(hosts: TwoHosts, run_script: ScriptRunner) -> None:
     """A host that cannot be reached any more is noticed, although its processes live."""
-    running = run_script.start_command(
-        command(hosts, run_script, tmp_path, "auto", "sleep"), env=with_tests()
-    )
+    running = start(hosts, run_script, "auto", "sleep")
     running.wait_for("sleeps", count=4)
     try:
         hosts.cut()

@@ -109,6 +109,7 @@ def test_two_nodes_without_an_address(hosts: TwoHosts, run_script: ScriptRunner)
     check_digits(result.stdout, node_ranks=[0, 1], hosts=hosts.names)
 
 
+MISSING = "finding rank 0's node under MPI"
 BOUND = """
 import sys
 from rankwise.strategies import DDPStrategy
@@ -120,11 +121,7 @@ DDPStrategy(accelerator="cpu").bind()
 @pytest.mark.parametrize(
     ("launcher", "before", "problem"),
     [
-        (
-            "mpirun.openmpi",
-            "sys.modules['mpi4py'] = None",
-            "MissingExtraError: finding rank 0's node under MPI",
-        ),
+        ("mpirun.openmpi", "sys.modules['mpi4py'] = None", f"MissingExtraError: {MISSING}"),
         ("mpiexec.hydra", "", "mpi4py sees 1 ranks: it was built with another MPI"),
     ],
     ids=["no mpi4py", "another MPI's"],

@@ -86,15 +86,13 @@ def nodes_of(name: str, address: str, port: str) -> list[Variables]:
     """Return the variables of two nodes of one process each, whose rank 0 is at an address."""
     main = {"MASTER_ADDR": address, "MASTER_PORT": port}
     pet = {f"PET_{variable}": value for variable, value in main.items()}
+    sky = {"SKYPILOT_NODE_IPS": address, "MASTER_PORT": port}
+    own = {"BN_NODES": "2", "BN_HEAD": address, "BN_PORT": port}
     return {
         "kubeflow": [{**pod(rank, 2, "2"), **main} for rank in (0, 1)],
         "trainjob": [{**train_job(rank, 2, "2"), **pet} for rank in (0, 1)],
-        "skypilot": [
-            {**skypilot(rank), "SKYPILOT_NODE_IPS": address, "MASTER_PORT": port} for rank in (0, 1)
-        ],
-        "own_nodes": [
-            {"BN_NODE": str(rank), "BN_NODES": "2", "BN_HEAD": address, "BN_PORT": port} for rank in (0, 1)
-        ],
+        "skypilot": [{**skypilot(rank), **sky} for rank in (0, 1)],
+        "own_nodes": [{"BN_NODE": str(rank), **own} for rank in (0, 1)],
     }[name]
 
 

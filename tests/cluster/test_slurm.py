@@ -7,24 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster import digits
 from tests.cluster.conftest import need
-from tests.cluster.digits import (
-    BRIEF,
-    DIGITS,
-    EXAMPLES,
-    LIMIT_S,
-    REPOSITORY,
-    VARIABLES,
-    check_digits,
-    check_doctor,
-)
+from tests.cluster.digits import BRIEF, DIGITS, check_digits, check_doctor
 from tests.cluster.hosts import wait_until
 from tests.cluster.slurm import SlurmCluster
 from tests.helpers.scripts import ScriptResult, ScriptRunner
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(220)]
 
-SCRIPTS = EXAMPLES / "slurm"
+SCRIPTS = digits.EXAMPLES / "slurm"
 REQUEUED_EPOCHS = 12
 DOCTOR = "python -m rankwise doctor"
 TRAINING = shlex.join(["python", str(DIGITS), *BRIEF])
@@ -41,9 +33,9 @@ class User:
 
     def run(self, *words: str) -> ScriptResult:
         """Give a command."""
-        variables = {**VARIABLES, **self.cluster.variables}
+        env = {**digits.VARIABLES, **self.cluster.variables}
         command = self.cluster.command(*words)
-        return self._runner.command(command, env=variables, cwd=REPOSITORY, timeout=LIMIT_S)
+        return self._runner.command(command, env=env, cwd=digits.REPOSITORY, timeout=digits.LIMIT_S)
 
     def submit(self, script: Path, *options: str, arguments: Sequence[str] = BRIEF) -> str:
         """Submit a job script, and return the job's id."""
@@ -54,9 +46,8 @@ class User:
 
     def wait_for_output(self, job: str, text: str) -> None:
         """Wait until a job has printed something."""
-        wait_until(
-            lambda: any(text in output for output in self.outputs(job)), f"job {job} has printed {text!r}", 90
-        )
+        what = f"job {job} has printed {text!r}"
+        wait_until(lambda: any(text in output for output in self.outputs(job)), what, 90)
 
     def outputs(self, job: str) -> list[str]:
         """Return what a job, or each of an array, has printed so far."""
@@ -65,7 +56,7 @@ class User:
 
     def finish(self, job: str) -> list[str]:
         """Wait until a job has ended well, or all jobs of an array, and return what each has printed."""
-        states = self.cluster.wait_for_job(job, timeout_s=LIMIT_S)
+        states = self.cluster.wait_for_job(job, timeout_s=digits.LIMIT_S)
         outputs = self.outputs(job)
         assert states == {"COMPLETED"}, (states, outputs)
         return outputs

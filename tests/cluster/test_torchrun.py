@@ -30,9 +30,7 @@ def test_two_nodes(on_both: OnBoth) -> None:
     variables = {"MAIN_NODE": TwoHosts.names[0]}
     results = on_both(["bash", str(EXAMPLES / "torchrun" / "two_nodes.sh"), *BRIEF], [variables] * 2)
     assert [result.returncode for result in results] == [0, 0], results
-    [main] = [
-        result.stdout for result in results if result.stdout.strip()
-    ]  # the nodes' ranks are torchrun's choice
+    [main] = [each.stdout for each in results if each.stdout.strip()]  # nodes' ranks are torchrun's choice
     check_doctor(main, "torchelastic", world_size=2)
     check_digits(main, node_ranks=[0, 1])
     assert all(name in main for name in TwoHosts.names), main

@@ -2,25 +2,15 @@
 
 import torch
 
-from rankwise import Trainer
 from rankwise.strategies import Strategy
-from tests.process.training_tasks import Regression, loader
+from tests.process.training_tasks import Regression, loader, quiet_trainer
 
 
 def fit_with_two_trainers(strategy: Strategy, devices: int) -> list[tuple[int, list[float]]]:
     """Fit with two Trainers that are given one strategy; return each one's world size and weights."""
     found = []
     for precision in (None, "64-true"):
-        trainer = Trainer(
-            strategy=strategy,
-            accelerator="cpu",
-            devices=devices,
-            precision=precision,
-            max_steps=2,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-        )
+        trainer = quiet_trainer(strategy, devices, precision=precision, max_steps=2)
         module = Regression()
         trainer.fit(module, loader(8, 4 // devices))
         weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])

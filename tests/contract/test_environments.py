@@ -63,115 +63,73 @@ class OwnNodes(NodesEnvironment):
     }
 
 
-TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "none",
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2",
-    "MASTER_ADDR": "node0",
-    "MASTER_PORT": "29400",
-}
-PLAIN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5000"}
-OWN = {
-    "OWN_JOB": "17",
-    "OWN_RANK": "3",
-    "OWN_SIZE": "4",
-    "OWN_LOCAL_RANK": "1",
-    "OWN_LOCAL_SIZE": "2",
-    "OWN_HEAD": "head",
-    "OWN_PORT": "1",
-}
-SLURM = {
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "3",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_JOB_ID": "1042",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_STEP_NODELIST": "gpu[07-08]",
-}
-LSF = {
-    "JSM_NAMESPACE_RANK": "3",
-    "JSM_NAMESPACE_SIZE": "4",
-    "JSM_NAMESPACE_LOCAL_RANK": "1",
-    "JSM_NAMESPACE_LOCAL_SIZE": "2",
-    "LSB_JOBID": "77",
-}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-}
-PALS = {
-    "PALS_RANKID": "3",
-    "PMI_SIZE": "4",
-    "PALS_LOCAL_RANKID": "1",
-    "PMI_LOCAL_SIZE": "2",
-    "PALS_NODEID": "1",
-}
-KUBEFLOW = {
-    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
-    "RANK": "1",
-    "WORLD_SIZE": "2",
-    "MASTER_ADDR": "job-master-0",
-    "MASTER_PORT": "23456",
-}
-TRAIN_JOB = {
-    "PET_NODE_RANK": "1",
-    "PET_NNODES": "2",
-    "PET_MASTER_ADDR": "job-node-0-0.job",
-    "PET_MASTER_PORT": "29400",
-}
+def variables_of(text: str) -> Variables:
+    """Return the variables that stand in a text as in a shell, without spaces in their values."""
+    return dict(word.split("=", 1) for word in text.split())
+
+
+TORCHRUN = variables_of("""
+    TORCHELASTIC_RUN_ID=none RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 GROUP_RANK=1
+    GROUP_WORLD_SIZE=2 MASTER_ADDR=node0 MASTER_PORT=29400
+""")
+PLAIN = variables_of("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=10.0.0.1 MASTER_PORT=5000")
+OWN = variables_of("""
+    OWN_JOB=17 OWN_RANK=3 OWN_SIZE=4 OWN_LOCAL_RANK=1 OWN_LOCAL_SIZE=2 OWN_HEAD=head OWN_PORT=1
+""")
+SLURM = variables_of("""
+    SLURM_STEP_ID=0 SLURM_PROCID=3 SLURM_STEP_NUM_TASKS=4 SLURM_LOCALID=1 SLURM_NODEID=1
+    SLURM_STEP_NUM_NODES=2 SLURM_JOB_ID=1042 SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_STEP_NODELIST=gpu[07-08]
+""")
+LSF = variables_of("""
+    JSM_NAMESPACE_RANK=3 JSM_NAMESPACE_SIZE=4 JSM_NAMESPACE_LOCAL_RANK=1 JSM_NAMESPACE_LOCAL_SIZE=2
+    LSB_JOBID=77
+""")
+OPEN_MPI = variables_of("""
+    OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2
+""")
+PALS = variables_of("PALS_RANKID=3 PMI_SIZE=4 PALS_LOCAL_RANKID=1 PMI_LOCAL_SIZE=2 PALS_NODEID=1")
+KUBEFLOW = variables_of("""
+    KUBERNETES_SERVICE_HOST=10.96.0.1 RANK=1 WORLD_SIZE=2 MASTER_ADDR=job-master-0 MASTER_PORT=23456
+""")
+TRAIN_JOB = variables_of("""
+    PET_NODE_RANK=1 PET_NNODES=2 PET_MASTER_ADDR=job-node-0-0.job PET_MASTER_PORT=29400
+""")
 SKYPILOT = {
     "SKYPILOT_NODE_RANK": "1",
     "SKYPILOT_NUM_NODES": "2",
     "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
 }
-OWN_NODES = {"BN_NODE": "1", "BN_NODES": "2", "BN_HEAD": "10.0.0.1", "BN_PORT": "5000"}
-NODES = {"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5000"}
-GOOD: dict[type[ClusterEnvironment], Variables] = {
-    TorchElasticEnvironment: TORCHRUN,
-    SlurmEnvironment: SLURM,
-    LSFEnvironment: LSF,
-    MPIEnvironment: OPEN_MPI,
-    PALSEnvironment: PALS,
-    KubeflowEnvironment: KUBEFLOW,
-    PlainEnvironment: PLAIN,
-    TrainJobEnvironment: TRAIN_JOB,
-    SkyPilotEnvironment: SKYPILOT,
-    NodesEnvironment: NODES,
-    OwnNodes: OWN_NODES,
-    OwnEnvironment: OWN,
-}
+OWN_NODES = variables_of("BN_NODE=1 BN_NODES=2 BN_HEAD=10.0.0.1 BN_PORT=5000")
+NODES = variables_of("NODE_RANK=1 MASTER_ADDR=10.0.0.1 MASTER_PORT=5000")
+OF_FOUR, OF_TWO_NODES = RankInfo(3, 1, 1, 4, 2, 2), RankInfo(1, 0, 1, 2, 1, 2)
+JOB_PORT = 20000 + 1042 * 31 % 12000
+CASES: list[tuple[type[ClusterEnvironment], Variables, RankInfo, tuple[str, int] | None]] = [
+    (TorchElasticEnvironment, TORCHRUN, RankInfo(5, 1, 1, 8, 4, 2), ("node0", 29400)),
+    (SlurmEnvironment, SLURM, OF_FOUR, ("gpu07", JOB_PORT)),
+    (LSFEnvironment, LSF, OF_FOUR, None),
+    (MPIEnvironment, OPEN_MPI, OF_FOUR, None),
+    (PALSEnvironment, PALS, OF_FOUR, None),
+    (KubeflowEnvironment, KUBEFLOW, OF_TWO_NODES, ("job-master-0", 23456)),
+    (PlainEnvironment, PLAIN, RankInfo(1, 1, 0, 2, 2, 1), ("10.0.0.1", 5000)),
+    (TrainJobEnvironment, TRAIN_JOB, OF_TWO_NODES, ("job-node-0-0.job", 29400)),
+    (SkyPilotEnvironment, SKYPILOT, OF_TWO_NODES, None),
+    (NodesEnvironment, NODES, OF_TWO_NODES, ("10.0.0.1", 5000)),
+    (OwnNodes, OWN_NODES, OF_TWO_NODES, ("10.0.0.1", 5000)),
+    (OwnEnvironment, OWN, OF_FOUR, ("head", 1)),
+]
+GOOD = {cls: variables for cls, variables, *_ in CASES}
 
 
 @pytest.mark.parametrize(
-    ("cls", "expected"),
-    [
-        (TorchElasticEnvironment, RankInfo(5, 1, 1, 8, 4, 2)),
-        (SlurmEnvironment, RankInfo(3, 1, 1, 4, 2, 2)),
-        (LSFEnvironment, RankInfo(3, 1, 1, 4, 2, 2)),
-        (MPIEnvironment, RankInfo(3, 1, 1, 4, 2, 2)),
-        (PALSEnvironment, RankInfo(3, 1, 1, 4, 2, 2)),
-        (KubeflowEnvironment, RankInfo(1, 0, 1, 2, 1, 2)),
-        (TrainJobEnvironment, RankInfo(1, 0, 1, 2, 1, 2)),
-        (SkyPilotEnvironment, RankInfo(1, 0, 1, 2, 1, 2)),
-        (NodesEnvironment, RankInfo(1, 0, 1, 2, 1, 2)),
-        (OwnNodes, RankInfo(1, 0, 1, 2, 1, 2)),
-        (PlainEnvironment, RankInfo(1, 1, 0, 2, 2, 1)),
-        (OwnEnvironment, RankInfo(3, 1, 1, 4, 2, 2)),
-    ],
-    ids=lambda value: getattr(value, "name", ""),
+    ("cls", "variables", "expected", "address"), CASES, ids=[cls.name for cls, *_ in CASES]
 )
-def test_contract(cls: type[ClusterEnvironment], expected: RankInfo) -> None:
-    """The environment keeps the rules that other people's environments are checked for."""
-    check_environment(cls, GOOD[cls], expected)
+def test_contract(
+    cls: type[ClusterEnvironment], variables: Variables, expected: RankInfo, address: tuple[str, int] | None
+) -> None:
+    """The environment keeps the rules that other people's are checked for; address and port are read."""
+    check_environment(cls, variables, expected)
+    environment = cls(variables)
+    assert address is None or (environment.main_address, environment.main_port) == address
 
 
 def test_local_ranks() -> None:
@@ -211,56 +169,36 @@ def test_own_environment_of_nodes() -> None:
     assert environment.ranks == RankInfo(1, 0, 1, 2, 1, 2)
 
 
-@pytest.mark.parametrize(
-    ("cls", "address"),
-    [
-        (TorchElasticEnvironment, ("node0", 29400)),
-        (SlurmEnvironment, ("gpu07", 20000 + 1042 * 31 % 12000)),
-        (KubeflowEnvironment, ("job-master-0", 23456)),
-        (TrainJobEnvironment, ("job-node-0-0.job", 29400)),
-        (NodesEnvironment, ("10.0.0.1", 5000)),
-        (OwnNodes, ("10.0.0.1", 5000)),
-        (PlainEnvironment, ("10.0.0.1", 5000)),
-        (OwnEnvironment, ("head", 1)),
-    ],
-    ids=lambda value: getattr(value, "name", ""),
-)
-def test_the_meeting_place(cls: type[ClusterEnvironment], address: tuple[str, int]) -> None:
-    """Address and port come from their variables."""
-    environment = cls(GOOD[cls])
-    assert (environment.main_address, environment.main_port) == address
+CONTRADICTIONS: dict[type[ClusterEnvironment], tuple[str, ...]] = {
+    TorchElasticEnvironment: (
+        *(
+            "RANK=8",
+            "LOCAL_RANK=4",
+            "GROUP_RANK=2",
+            "WORLD_SIZE=0",
+            "LOCAL_WORLD_SIZE=0",
+            "GROUP_WORLD_SIZE=0",
+        ),
+        *("LOCAL_WORLD_SIZE=9", "GROUP_WORLD_SIZE=9 GROUP_RANK=8"),
+    ),
+    PlainEnvironment: (
+        *("RANK=2 LOCAL_RANK=2", "LOCAL_RANK=0", "WORLD_SIZE=0", "LOCAL_WORLD_SIZE=0", "LOCAL_WORLD_SIZE=3"),
+        *("LOCAL_WORLD_SIZE=x", "NODE_RANK=1", "GROUP_RANK=-1"),
+    ),
+    OwnEnvironment: ("OWN_RANK=4", "OWN_LOCAL_SIZE=0", "OWN_LOCAL_SIZE=1"),
+}
 
 
 @pytest.mark.parametrize(
     ("cls", "changes"),
-    [
-        (TorchElasticEnvironment, {"RANK": "8"}),
-        (TorchElasticEnvironment, {"LOCAL_RANK": "4"}),
-        (TorchElasticEnvironment, {"GROUP_RANK": "2"}),
-        (TorchElasticEnvironment, {"WORLD_SIZE": "0"}),
-        (TorchElasticEnvironment, {"LOCAL_WORLD_SIZE": "0"}),
-        (TorchElasticEnvironment, {"GROUP_WORLD_SIZE": "0"}),
-        (TorchElasticEnvironment, {"LOCAL_WORLD_SIZE": "9"}),
-        (TorchElasticEnvironment, {"GROUP_WORLD_SIZE": "9", "GROUP_RANK": "8"}),
-        (PlainEnvironment, {"RANK": "2", "LOCAL_RANK": "2"}),
-        (PlainEnvironment, {"LOCAL_RANK": "0"}),
-        (PlainEnvironment, {"WORLD_SIZE": "0"}),
-        (PlainEnvironment, {"LOCAL_WORLD_SIZE": "0"}),
-        (PlainEnvironment, {"LOCAL_WORLD_SIZE": "3"}),
-        (PlainEnvironment, {"LOCAL_WORLD_SIZE": "x"}),
-        (PlainEnvironment, {"NODE_RANK": "1"}),
-        (PlainEnvironment, {"GROUP_RANK": "-1"}),
-        (OwnEnvironment, {"OWN_RANK": "4"}),
-        (OwnEnvironment, {"OWN_LOCAL_SIZE": "0"}),
-        (OwnEnvironment, {"OWN_LOCAL_SIZE": "1"}),
-    ],
+    [(cls, changes) for cls, texts in CONTRADICTIONS.items() for changes in texts],
     ids=str,
 )
-def test_contradictions_are_refused(cls: type[ClusterEnvironment], changes: Variables) -> None:
+def test_contradictions_are_refused(cls: type[ClusterEnvironment], changes: str) -> None:
     """Contradicting numbers are an error with the variables and their values."""
     with pytest.raises(EnvironmentVariableError) as caught:
-        cls.detect({**GOOD[cls], **changes})
-    for name, value in changes.items():
+        cls.detect({**GOOD[cls], **variables_of(changes)})
+    for name, value in variables_of(changes).items():
         assert name in str(caught.value)
         assert value in str(caught.value)
 
@@ -277,11 +215,13 @@ def test_contradictions_are_refused(cls: type[ClusterEnvironment], changes: Vari
         ({**PLAIN, **TORCHRUN}, "torchelastic"),
         ({"LOCAL_RANK": "0"}, "local"),
         ({"NODE_RANK": "0", "LOCAL_RANK": "0"}, "local"),
+        ({ENVIRONMENT_VARIABLE: ""}, "local"),
+        ({ENVIRONMENT_VARIABLE: " "}, "local"),
     ],
-    ids=["nothing", "plain", "torchrun", "both", "LOCAL_RANK", "NODE_RANK"],
+    ids=["nothing", "plain", "torchrun", "both", "LOCAL_RANK", "NODE_RANK", "empty", "blank"],
 )
 def test_detection(variables: Variables, name: str) -> None:
-    """The launcher nearest to the process is detected; an incomplete set is ignored."""
+    """The launcher nearest to the process is detected; an incomplete set and a blank name are ignored."""
     assert detect_environment(variables).environment.name == name
 
 
@@ -304,10 +244,12 @@ def test_detection_explains_itself() -> None:
     )
 
 
-def test_a_damaged_torchrun_is_no_local_job() -> None:
-    """Damaged variables of torchrun are an error, not a job of one process."""
+def test_a_named_environment_must_be_there() -> None:
+    """Torchrun with damaged variables, or named without any, is an error, not a job of one process."""
     with pytest.raises(EnvironmentVariableError, match=r"torchelastic.*WORLD_SIZE is not set"):
         detect_environment({key: value for key, value in TORCHRUN.items() if key != "WORLD_SIZE"})
+    with pytest.raises(EnvironmentVariableError, match="RANK is not set"):
+        detect_environment({ENVIRONMENT_VARIABLE: "torchelastic"})
 
 
 def test_the_variable_beats_detection() -> None:
@@ -322,18 +264,6 @@ def test_the_variable_must_name_one() -> None:
     with pytest.raises(UnknownNameError, match="Did you mean 'torchelastic'") as caught:
         detect_environment({ENVIRONMENT_VARIABLE: "torchelastc"})
     assert set(caught.value.known) == set(environment_names())
-
-
-@pytest.mark.parametrize("blank", ["", " "])
-def test_a_blank_variable_names_none(blank: str) -> None:
-    """An empty variable counts as unset."""
-    assert detect_environment({ENVIRONMENT_VARIABLE: blank}).environment.name == "local"
-
-
-def test_a_named_environment_must_be_there() -> None:
-    """Naming torchrun where its variables are missing is an error that names these."""
-    with pytest.raises(EnvironmentVariableError, match="RANK is not set"):
-        detect_environment({ENVIRONMENT_VARIABLE: "torchelastic"})
 
 
 @pytest.mark.parametrize("name", environment_names())
@@ -374,15 +304,13 @@ def test_another_world_is_refused(arguments: dict[str, int], texts: tuple[str, .
         assert text in str(caught.value)
 
 
-class Refusing(OwnEnvironment):
-    """Accepts one process for each node only."""
-
-    def validate_settings(self, devices: int, num_nodes: int) -> None:
-        raise RuntimeError(f"not {devices} on {num_nodes}")
-
-
 def test_an_environment_can_refuse() -> None:
     """`validate_settings` is asked with the numbers that were found."""
+
+    class Refusing(OwnEnvironment):
+        def validate_settings(self, devices: int, num_nodes: int) -> None:
+            raise RuntimeError(f"not {devices} on {num_nodes}")
+
     with pytest.raises(RuntimeError, match="not 2 on 2"):
         DDPStrategy(accelerator="cpu", cluster_environment=Refusing(OWN)).bind()
 
@@ -401,13 +329,8 @@ def test_single_device_refuses_a_world_of_several() -> None:
         strategy.bind()
 
 
-class Bare(ClusterEnvironment):
-    """Names nothing at all."""
-
-    name = "bare"
-
-
 def test_a_fact_without_a_variable_says_so() -> None:
     """A subclass that names no variable for a fact gets our error, not a KeyError."""
+    bare: Any = type("Bare", (ClusterEnvironment,), {"name": "bare"})
     with pytest.raises(EnvironmentVariableError, match="no variable is known for global_rank"):
-        Bare({}).ranks  # noqa: B018 -- the property raises
+        bare({}).ranks  # noqa: B018 -- the property raises

@@ -56,8 +56,8 @@ def _size(name: str) -> int:
     return 1 if name == "single_device" else 2
 
 
-def _created(name: str) -> Strategy:
-    return StrategyRegistry.create(name, accelerator="cpu", devices=_size(name))
+def _created(name: str, **options: Any) -> Strategy:
+    return StrategyRegistry.create(name, accelerator="cpu", devices=_size(name), **options)
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +77,8 @@ def rerun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[str, Li
 
 # Ranks that are no forks import torch, which takes seconds; the last ones differ as others do.
 NEW_INTERPRETERS = (*RERUN, "ddp_spawn", "ddp_elastic")
-SLOW = tuple(
-    f"{name}_find_unused_parameters_{value}"
-    for name in ("ddp_spawn", "ddp_elastic")
-    for value in ("false", "true")
-)
+UNUSED = tuple(f"_find_unused_parameters_{value}" for value in ("false", "true"))
+SLOW = tuple(f"{name}{unused}" for name in ("ddp_spawn", "ddp_elastic") for unused in UNUSED)
 
 
 def _in_tiers(*, soak: Sequence[str]) -> list[Any]:
@@ -122,7 +119,7 @@ def test_constructing(each: str) -> None:
 @every_name
 def test_binding(each: str) -> None:
     """A strategy is bound once, and has a placement then, but no job."""
-    strategy = StrategyRegistry.create(each, accelerator="cpu", devices=_size(each))
+    strategy = _created(each)
     assert strategy.bind() == strategy.ranks == strategy.placement.ranks
     assert strategy.world_size == _size(each)
     assert strategy.root_device == torch.device("cpu")
@@ -135,7 +132,7 @@ def test_binding(each: str) -> None:
 @every_name
 def test_deriving(each: str) -> None:
     """`with_` gives another strategy, not bound, with what was changed; the first one stays as it is."""
-    strategy = StrategyRegistry.create(each, accelerator="cpu", devices=_size(each))
+    strategy = _created(each)
     strategy.bind()
     before = dict(vars(strategy))
     precision = MixedPrecision("bf16-mixed")
@@ -153,15 +150,10 @@ def test_deriving(each: str) -> None:
 @every_name
 def test_pickling(each: str) -> None:
     """A pickle has everything but the launcher and the job: the same arguments, bound or not."""
-    strategy = StrategyRegistry.create(
-        each, accelerator="cpu", devices=_size(each), gradient_weighting="samples"
-    )
+    strategy = _created(each, gradient_weighting="samples")
     copy = pickle.loads(pickle.dumps(strategy))
-    assert (copy.is_bound, copy.process_config, copy.group_config) == (
-        False,
-        strategy.process_config,
-        strategy.group_config,
-    )
+    assert not copy.is_bound
+    assert (copy.process_config, copy.group_config) == (strategy.process_config, strategy.group_config)
     ranks = strategy.bind()
     copy = pickle.loads(pickle.dumps(strategy))
     assert (copy.ranks, copy.root_device, copy.gradient_weighting) == (ranks, torch.device("cpu"), "samples")
@@ -172,7 +164,7 @@ def test_pickling(each: str) -> None:
 @every_name
 def test_attributes_that_are_arguments_can_be_set(each: str) -> None:
     """The attributes of a strategy with the names of its arguments can be set until it is bound."""
-    strategy: Any = StrategyRegistry.create(each, accelerator="cpu", devices=_size(each))
+    strategy: Any = _created(each)
     strategy.sync_batchnorm = False
     strategy.timeout = 7
     assert strategy.timeout == timedelta(seconds=7)
@@ -187,18 +179,13 @@ def test_attributes_that_are_arguments_can_be_set(each: str) -> None:
 
 
 def test_results_are_not_pickled() -> None:
-    """After a launch a strategy can be pickled, whatever the ranks returned."""
-    strategy = SingleDeviceStrategy(accelerator="cpu")
-    strategy.launch(lambda _: lambda: None)
-    assert strategy.results
-    assert pickle.loads(pickle.dumps(strategy)).results == {}
-
-
-def test_teardown_without_a_job() -> None:
-    """`teardown` does nothing for a strategy that has no job."""
+    """After a launch a strategy can be pickled, whatever the ranks returned; before it has no job to end."""
     strategy = SingleDeviceStrategy(accelerator="cpu")
     strategy.teardown()
     assert not strategy.is_bound
+    strategy.launch(lambda _: lambda: None)
+    assert strategy.results
+    assert pickle.loads(pickle.dumps(strategy)).results == {}
 
 
 def test_saving_uses_the_broadcast_of_a_subclass(tmp_path: Path) -> None:
@@ -265,17 +252,12 @@ def test_an_alias_differs_in_one_argument(alias: str) -> None:
     assert differing == ({"ddp_kwargs", "gradients"} if value == "true" else set())
 
 
-class HalfUsed(nn.Module):
-    """Uses one of its two layers, alternately."""
+class HalfUsed(nn.Linear):
+    """Has another layer that it does not use."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.used = nn.Linear(2, 2)
+        super().__init__(2, 2)
         self.unused = nn.Linear(2, 2)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs: torch.Tensor = self.used(inputs)
-        return outputs
 
 
 def train_half(strategy: Strategy) -> bool:
@@ -341,10 +323,7 @@ def test_an_optimizers_closure_is_called(name: str, size: int) -> None:
     assert change == pytest.approx(-1.0)
 
 
-partial_job = partial(closure_value)
-
-
 def test_a_partial_function_is_launched() -> None:
     """Any callable that can be pickled can be launched."""
     strategy = StrategyRegistry.create("ddp_forkserver", accelerator="cpu", devices=2)
-    assert strategy.launch(partial_job)[1] == pytest.approx(-1.0)
+    assert strategy.launch(partial(closure_value))[1] == pytest.approx(-1.0)

@@ -39,14 +39,10 @@ def test_each_question_has_its_place() -> None:
     assert [name for name in QUESTIONS if f"<!-- {name} -->\n" not in text] == []
 
 
-@pytest.mark.parametrize(("arguments", "questions"), [([], []), (["step", "scale"], ["step", "scale"])])
-def test_questions(arguments: list[str], questions: list[str]) -> None:
-    """Without any, all are asked."""
-    assert _parser().parse_args(arguments).questions == questions
-
-
-def test_an_unknown_question(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is named, with those that there are."""
+def test_questions(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without any, all are asked; an unknown one is named, with those that there are."""
+    for questions in ([], ["step", "scale"]):
+        assert _parser().parse_args(questions).questions == questions
     with pytest.raises(SystemExit):
         _parser().parse_args(["stpe"])
     assert "'stpe' is not one of step, import" in capsys.readouterr().err
@@ -67,12 +63,9 @@ def test_contenders_take_turns_in_alternating_order() -> None:
 
 def test_the_others_take_part_in_the_first_rounds() -> None:
     """Contenders after the first two have fewer rounds; their ratios are to the first one's of these."""
-    found = interleaved(
-        {name: partial(next, iter(range(number, 100))) for number, name in enumerate("abc", start=1)},
-        3,
-        warms_up=False,
-        rounds_of=Sampling(1, programs=3, others=1).rounds_of("abc"),
-    )
+    calls = {name: partial(next, iter(range(number, 100))) for number, name in enumerate("abc", start=1)}
+    rounds_of = Sampling(1, programs=3, others=1).rounds_of("abc")
+    found = interleaved(calls, 3, warms_up=False, rounds_of=rounds_of)
     assert found == {"a": [1, 2, 3], "b": [2, 3, 4], "c": [3]}
     assert [row.ratio and row.ratio.median for row in rows_of("a case", "s", found)] == [1.0, 1.5, 3.0]
 

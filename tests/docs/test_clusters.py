@@ -9,14 +9,8 @@ from tests.helpers.scripts import ScriptRunner
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = (REPOSITORY / "docs" / "clusters.md").read_text()
-OWN = {
-    "MY_RANK": "0",
-    "MY_SIZE": "1",
-    "MY_LOCAL_RANK": "0",
-    "MY_LOCAL_SIZE": "1",
-    "MY_HEAD": "localhost",
-    "MY_PORT": "29500",
-}
+OWN = {"MY_RANK": "0", "MY_SIZE": "1", "MY_LOCAL_RANK": "0", "MY_LOCAL_SIZE": "1"}
+OWN |= {"MY_HEAD": "localhost", "MY_PORT": "29500"}
 
 
 def blocks(language: str) -> list[str]:

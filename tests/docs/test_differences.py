@@ -79,9 +79,8 @@ def is_listed(*names: str) -> bool:
 
 def two_columns(first: str) -> dict[str, str]:
     """Return what a table of two columns says of each name in its first, whose header is `first`."""
-    [table] = re.findall(
-        rf"^\| {first} \| write \|\n\|---\|---\|\n((?:\|.*\n)+)", f"{TABLES}\n", re.MULTILINE
-    )
+    pattern = rf"^\| {first} \| write \|\n\|---\|---\|\n((?:\|.*\n)+)"
+    [table] = re.findall(pattern, f"{TABLES}\n", re.MULTILINE)
     found: dict[str, str] = {}
     for line in table.splitlines():
         names, _, text = line.strip("| ").partition(" | ")
@@ -105,12 +104,8 @@ def test_every_row_is_whole() -> None:
 
 def test_code_can_be_written() -> None:
     """What to write parses; the names, methods and arguments in it are ours."""
-    code = [
-        code
-        for row in ROWS
-        for code in _code(row.write)
-        if not re.match(r"[\w.-]+$|pip |python |torchr", code)
-    ]
+    no_code = re.compile(r"[\w.-]+$|pip |python |torchr")
+    code = [code for row in ROWS for code in _code(row.write) if not no_code.match(code)]
     assert len(code) > 80
     found = [problem for each in code for problem in problems(each)]
     assert [each for each in found if not re.search(rf"({'|'.join(ELSEWHERE)}) is nowhere", each)] == []
@@ -132,14 +127,10 @@ def test_refused_methods(kind: str) -> None:
     assert two_columns(f"method of an? {kind}") == plain(MISSING_HOOKS[kind])
 
 
-def test_older_arguments() -> None:
-    """The table of arguments of older versions and other libraries is the code's."""
-    assert two_columns("argument") == plain(TRAINER_ARGUMENTS)
-
-
 def test_missing_names() -> None:
-    """The table of names that do not exist is the code's."""
+    """So are those of names that do not exist, and of arguments of older versions and other libraries."""
     assert two_columns("name") == plain(MISSING_NAMES)
+    assert two_columns("argument") == plain(TRAINER_ARGUMENTS)
 
 
 # ------------------------------------------------------------------ Lightning's classes and ours
@@ -153,47 +144,33 @@ def pl() -> Any:
 
 def public(owner: object) -> set[str]:
     """Return public names, without properties that only refuse."""
-    names = {name for name in dir(owner) if not name.startswith("_")}
     kind = owner if isinstance(owner, type) else type(owner)
-    return {name for name in names if not _is_refused(inspect.getattr_static(kind, name, None))}
+    members = {name: inspect.getattr_static(kind, name, None) for name in dir(owner) if name[0] != "_"}
+    return {name for name, each in members.items() if not isinstance(each, property) or each.fget is not None}
 
 
-def _is_refused(value: object) -> bool:
-    return isinstance(value, property) and value.fget is None
-
-
-def parameters(function: Any) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a function that have names."""
+def parameters(function: Any) -> tuple[dict[str, inspect.Parameter], bool]:
+    """Return the parameters of a function that have names, and whether it takes others, too."""
     try:
         found = inspect.signature(function).parameters
     except (TypeError, ValueError):  # it has none
-        return {}
+        return {}, True
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {name: one for name, one in found.items() if one.kind not in kinds and name not in ("self", "cls")}
-
-
-def _takes_any(function: Any) -> bool:
-    try:
-        found = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # it has none
-        return True
-    return any(each.kind is each.VAR_KEYWORD for each in found)
+    named = {name: each for name, each in found.items() if each.kind not in kinds}
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in found.values())
+    return {name: each for name, each in named.items() if name not in ("self", "cls")}, takes_any
 
 
 def other_arguments(theirs: Any, ours: Any) -> list[str]:
     """Return the arguments that a function of ours does not have, or that have another default."""
-    own, takes_any = parameters(ours), _takes_any(ours)
+    own, takes_any = parameters(ours)
     found = []
-    for name, parameter in parameters(theirs).items():
+    for name, parameter in parameters(theirs)[0].items():
         if name not in own:
             found += [name] * (not takes_any)
-        elif parameter.default is not parameter.empty and _differ(parameter, own[name]):
-            found.append(name)
+        elif parameter.default is not parameter.empty:
+            found += [name] * (_described(parameter.default) != _described(own[name].default))
     return found
-
-
-def _differ(first: inspect.Parameter, second: inspect.Parameter) -> bool:
-    return _described(first.default) != _described(second.default)
 
 
 def _described(default: Any) -> str:
@@ -243,9 +220,8 @@ def _unlisted_arguments(theirs: Any, ours: Any) -> list[tuple[str, str]]:
         for method in sorted(methods)
         for argument in other_arguments(getattr(theirs, method), getattr(ours, method))
     ]
-    return [
-        (name, each) for name, each in found if not is_listed(*([] if each == "pl_module" else [name]), each)
-    ]
+    names = [(pair, pair[1:] if pair[1] == "pl_module" else pair) for pair in found]
+    return [pair for pair, listed in names if not is_listed(*listed)]
 
 
 def test_fabric() -> None:
@@ -337,27 +313,15 @@ def test_names_that_exist_by_now() -> None:
 
 def test_missing_names_that_exist_by_now() -> None:
     """No module of the namespace has a name of which the page says that it does not exist."""
-    names = (
-        "callbacks",
-        "core",
-        "fabric",
-        "loggers",
-        "plugins",
-        "profilers",
-        "strategies",
-        "trainer",
-        "utilities",
-    )
-    modules = [importlib.import_module(f"rankwise.lightning.{name}") for name in names]
+    names = ("callbacks", "core", "fabric", "loggers", "plugins", "profilers", "strategies", "trainer")
+    modules = [importlib.import_module(f"rankwise.lightning.{name}") for name in (*names, "utilities")]
     assert [name for name in MISSING_NAMES for module in modules if name in vars(module)] == []
 
 
 def test_defaults_that_are_equal_by_now(pl: Any) -> None:
     """A row does not say of an argument of the Trainer that it has another default, if it has not."""
-    rows = [
-        row for row in ROWS if row.section == "Arguments of the Trainer" and " by default" in row.lightning
-    ]
-    names = {_code(row.lightning)[0] for row in rows}
+    rows = [row.lightning for row in ROWS if row.section == "Arguments of the Trainer"]
+    names = {_code(row)[0] for row in rows if " by default" in row}
     assert names == set(other_arguments(pl.Trainer, Trainer))
 
 

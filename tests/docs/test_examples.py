@@ -1,7 +1,6 @@
 """Every example runs as its docstring says, on two processes, and prints the expected result."""
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -33,36 +32,27 @@ def test_digits(strategy: str, run_script: ScriptRunner) -> None:
     check_digits(result.stdout)
 
 
-def variables(rank: int, port: int) -> Mapping[str, str]:
-    """Return the environment variables of one of two processes."""
-    values = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": 2,
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": port,
-    }
-    return {name: str(value) for name, value in values.items()}
+LINE = "y = 3.00 x + 1.00"
+QUICK = {
+    "plain_loop.py --strategy ddp_fork": "the same on every rank",
+    "model_averaging.py": LINE,
+    "fsspec_checkpoints.py memory://line": (
+        "continued from memory://line/last.ckpt, now: epoch=2.ckpt, last.ckpt"
+    ),
+}
+LONG = {
+    "plain_loop.py": "the same on every rank",
+    "gan.py": "mean images differ by 0.0",
+    "custom_wrapper.py": "CountingWrapper was called 40 times",  # the README's is run
+    "register_alias.py": LINE,
+    "gradient_hooks.py": LINE,  # forked elsewhere
+    "char_lm.py": "nats per character",
+}
 
 
 @pytest.mark.parametrize(
     ("command", "promised"),
-    [
-        pytest.param("plain_loop.py", "the same on every rank", marks=pytest.mark.soak),
-        ("plain_loop.py --strategy ddp_fork", "the same on every rank"),
-        pytest.param("gan.py", "mean images differ by 0.0", marks=pytest.mark.soak),
-        pytest.param(
-            "custom_wrapper.py", "CountingWrapper was called 40 times", marks=pytest.mark.soak
-        ),  # the README's is run
-        pytest.param("register_alias.py", "y = 3.00 x + 1.00", marks=pytest.mark.soak),
-        ("model_averaging.py", "y = 3.00 x + 1.00"),
-        pytest.param("gradient_hooks.py", "y = 3.00 x + 1.00", marks=pytest.mark.soak),  # forked elsewhere
-        pytest.param("char_lm.py", "nats per character", marks=pytest.mark.soak),
-        (
-            "fsspec_checkpoints.py memory://line",
-            "continued from memory://line/last.ckpt, now: epoch=2.ckpt, last.ckpt",
-        ),
-    ],
+    [*QUICK.items(), *(pytest.param(*item, marks=pytest.mark.soak) for item in LONG.items())],
 )
 def test_example(command: str, promised: str, run_script: ScriptRunner) -> None:
     """The example prints the expected text once."""

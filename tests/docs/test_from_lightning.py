@@ -37,12 +37,8 @@ def test_the_command(tmp_path: Path) -> None:
         [code for pair in IMPORTS for code in re.findall(r"`(.*?)`", pair[side])] for side in (0, 1)
     )
     before.remove("import pytorch_lightning as pl")  # the second on its line
-    other = [
-        "import lightning_utilities",
-        "x = lightning(1)",
-        "from torch import nn",
-        "    import lightning as L",
-    ]
+    other = ["import lightning_utilities", "x = lightning(1)", "from torch import nn"]
+    other.append("    import lightning as L")
     (tmp_path / "train.py").write_text("\n".join([*before, *other, "import pytorch_lightning as pl"]))
     (tmp_path / "config.yaml").write_text("_target_: lightning.pytorch.Trainer\n")
     subprocess.run(["bash", "-c", command[1]], cwd=tmp_path, check=True, timeout=60)

@@ -15,7 +15,8 @@ ON_THIS_MACHINE = {"num_nodes=2": "num_nodes=1", "devices=1": "devices=2", "10.0
 
 @pytest.mark.parametrize("number", range(2), ids=["commands", "own"])
 def test_programs(run_script: ScriptRunner, tmp_path: Path, number: int) -> None:
-    """Each runs a function on two ranks."""
+    """Each runs a function on two ranks; there are no others."""
+    assert len(PROGRAMS) == 2
     ssh = tmp_path / "ssh"
     ssh.write_text('#!/bin/sh\nshift\nexec "$@"\n')
     ssh.chmod(0o755)
@@ -39,8 +40,3 @@ def test_the_contract_of_a_launcher(run_script: ScriptRunner) -> None:
     result = run_script(PROGRAMS[1].replace('"spawn"', '"fork"') + CHECK)
     assert "breaks 1 rule of its contract" in result.stderr, result
     assert "Seen: a rank that raises is a WorkerError with its number and its traceback" in result.stderr
-
-
-def test_there_are_no_other_programs() -> None:
-    """All are run."""
-    assert len(PROGRAMS) == 2

@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import importlib
 import inspect
 import itertools
 import re
@@ -14,17 +15,7 @@ import pytest
 import torch
 
 import rankwise
-from rankwise import (
-    callbacks,
-    checkpoint,
-    data,
-    environments,
-    gradient_sync,
-    loggers,
-    precision,
-    process_group,
-    strategies,
-)
+from rankwise import callbacks, environments, gradient_sync, precision
 from rankwise.environments.detect import environment_names
 from rankwise.trainer import Trainer, TrainingModule
 
@@ -40,11 +31,9 @@ NAMES: dict[str, Any] = {
     "rankwise": rankwise,
     **vars(builtins),
 }
-for module in (
-    *(rankwise, strategies, gradient_sync, process_group, precision, data, environments, checkpoint),
-    callbacks,
-    loggers,
-):
+PARTS = ("strategies", "gradient_sync", "process_group", "precision", "data", "environments", "checkpoint")
+for part in ("rankwise", *(f"rankwise.{name}" for name in (*PARTS, "callbacks", "loggers"))):
+    module = importlib.import_module(part)
     NAMES |= {name: getattr(module, name) for name in module.__all__}
 
 OURS = set(NAMES) - {"ZeroRedundancyOptimizer", *vars(builtins)}
@@ -62,31 +51,10 @@ OBJECTS: dict[str, tuple[type, ...]] = {
 
 USERS = {
     *("args", "batch", "batch_idx", "checkpoint", "dataset", "decision", "environment", "function", "group"),
-    *(
-        "hook",
-        "is_final_microbatch",
-        "items",
-        "loader",
-        "loss",
-        "loss_of",
-        "make_state",
-        "model",
-        "module",
-        "num_tokens",
-    ),
-    *("obj", "objects", "optimizer", "optimizers", "output", "path", "result", "scores", "seed", "state"),
-    *(
-        "tensor",
-        "wrapped",
-        "wrapper",
-        "x",
-        "MyDDP",
-        "MyModule",
-        "MyWrapper",
-        "sampler",
-        "my_group",
-        "worker_init_fn",
-    ),
+    *("hook", "is_final_microbatch", "items", "loader", "loss", "loss_of", "make_state", "model", "module"),
+    *("num_tokens", "obj", "objects", "optimizer", "optimizers", "output", "path", "result", "scores"),
+    *("seed", "state", "tensor", "wrapped", "wrapper", "x", "MyDDP", "MyModule", "MyWrapper", "sampler"),
+    *("my_group", "worker_init_fn"),
 }
 """Names that the reader defines."""
 
@@ -204,7 +172,7 @@ def _called(function: ast.expr) -> Iterator[tuple[Any, bool]]:
                 yield getattr(kind, function.attr), True
 
 
-def _constructed(owner: ast.expr) -> list[type]:
+def _constructed(owner: ast.expr | None) -> list[type]:
     if isinstance(owner, ast.Call) and isinstance(owner.func, ast.Name):
         made = NAMES.get(owner.func.id)
         return [made] if isinstance(made, type) else []
@@ -228,10 +196,8 @@ def test_names_that_are_mentioned_are_there() -> None:
     optimizers = ("step", "zero_grad")
     known = {*NAMES, *USERS, *arguments, *vars(torch.utils.data), *vars(torch.nn.parallel), *optimizers}
     kinds = {kind for found in OBJECTS.values() for kind in found}
-    missing = [
-        name for name in MENTIONED if name not in known and not any(_has(kind, name) for kind in kinds)
-    ]
-    assert missing == []
+    unknown = [name for name in MENTIONED if name not in known]
+    assert [name for name in unknown if not any(_has(kind, name) for kind in kinds)] == []
 
 
 @pytest.mark.parametrize(
@@ -257,12 +223,8 @@ def _constructors() -> list[str]:
     for code in CODE:
         body = parsed(code).body
         call = body[0].value if len(body) == 1 and isinstance(body[0], ast.Expr) else None
-        made = (
-            NAMES.get(call.func.id)
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
-            else None
-        )
-        if isinstance(made, type) and issubclass(made, kinds) and '"mine:' not in code:
+        made = _constructed(call)
+        if made and issubclass(made[0], kinds) and '"mine:' not in code:
             found.append(code)
     return found
 
@@ -277,12 +239,8 @@ def test_environments_that_are_named_are_there() -> None:
 @pytest.mark.parametrize("code", _constructors())
 def test_strategies_and_precisions_can_be_made(code: str) -> None:
     """Every constructor takes the values that it is given there."""
-    own = {
-        "environment": environments.LocalEnvironment(),
-        "state": object(),
-        "hook": lambda state, bucket: None,
-        "wrapper": lambda hook: hook,
-    }
+    own = {"environment": environments.LocalEnvironment(), "state": object()}
+    own |= {"hook": lambda state, bucket: None, "wrapper": lambda hook: hook}
     made = eval(code, {**NAMES, **own})
     assert isinstance(made, rankwise.DDPStrategy | precision.Precision)
 

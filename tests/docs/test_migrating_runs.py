@@ -75,30 +75,14 @@ def readers(strategy: ThreadedStrategy, path: Path) -> dict[str, Any]:
     batch = torch.full((1, 2), strategy.global_rank + 1.0)
     tensor = torch.ones(2)
     data: Any = list(range(6))
-    return NAMES | {
-        "strategy": strategy,
-        "module": Net(),
-        "model": Net(),
-        "wrapped": wrapped,
-        "optimizer": (optimizer := torch.optim.SGD(model.parameters(), lr=0.1)),
-        "optimizers": [optimizer],
-        "batch": batch,
-        "batch_idx": 0,
-        "loss_of": loss_of,
-        "is_final_microbatch": False,
-        **dict.fromkeys(("x", "tensor", "result", "output"), tensor),
-        "group": None,
-        "items": [1, 2, 3],
-        **{name: [1] for name in ("obj", "objects", "checkpoint")},
-        "decision": True,
-        "state": model.state_dict(),
-        "path": path,
-        "loader": DataLoader(data, 2),
-        "sampler": SequentialSampler(data),
-        "hook": summed,
-        "precision_state": {},
-        "nothing": None,
-    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names = NAMES | dict.fromkeys(("x", "tensor", "result", "output"), tensor)
+    names |= {name: [1] for name in ("obj", "objects", "checkpoint")}
+    names |= {"strategy": strategy, "module": Net(), "model": Net(), "wrapped": wrapped, "path": path}
+    names |= {"optimizer": optimizer, "optimizers": [optimizer], "state": model.state_dict()}
+    names |= {"batch": batch, "batch_idx": 0, "loss_of": loss_of, "is_final_microbatch": False}
+    names |= {"loader": DataLoader(data, 2), "sampler": SequentialSampler(data), "items": [1, 2, 3]}
+    return names | {"hook": summed, "decision": True, "precision_state": {}, "group": None, "nothing": None}
 
 
 OWN = {

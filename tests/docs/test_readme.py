@@ -26,17 +26,15 @@ def test_the_complete_file_prints_its_output(run_script: ScriptRunner) -> None:
     shown, printed = blocks("text")[0], result.stdout
     number = re.compile(r"\d+\.\d+")  # the loss differs in its last digits between machines
     assert number.sub("*", printed) == number.sub("*", shown)
-    assert [float(loss) for loss in number.findall(printed)] == pytest.approx(
-        [float(loss) for loss in number.findall(shown)], abs=0.05
-    )
+    losses, expected = ([float(loss) for loss in number.findall(text)] for text in (printed, shown))
+    assert losses == pytest.approx(expected, abs=0.05)
 
 
 def test_the_failure_looks_like_that(run_script: ScriptRunner) -> None:
     """The same file with a raise on rank 1 ends as shown: same text, traceback last, exit code 1."""
     line = "        loss = cross_entropy(self.net(batch[0]), batch[1])\n"
-    fault = (
-        '        if self.global_rank == 1 and batch_idx == 20:\n            raise ValueError("loss is nan")\n'
-    )
+    fault = "        if self.global_rank == 1 and batch_idx == 20:\n"
+    fault += '            raise ValueError("loss is nan")\n'
     source = blocks("python")[0]
     assert line in source
     result = run_script(source.replace(line, line + fault), siblings=1)

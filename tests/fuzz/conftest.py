@@ -11,12 +11,10 @@ SEED = "RANKWISE_TEST_FUZZ_SEED"
 """The environment variable with the seed of the series `soak`; a random one by default."""
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(1000, id="1000"),
-        pytest.param(100_000, id="100000", marks=[pytest.mark.soak, pytest.mark.timeout(7200)]),
-    ]
-)
+LONG = pytest.param(100_000, id="100000", marks=[pytest.mark.soak, pytest.mark.timeout(7200)])
+
+
+@pytest.fixture(params=[pytest.param(1000, id="1000"), LONG])
 def fuzzing(request: pytest.FixtureRequest) -> Fuzzing:
     """Return the number of inputs, and their seed, which is always the same in the default series."""
     seed = 0 if request.param == 1000 else int(os.environ.get(SEED) or random.randrange(1 << 32))

@@ -24,16 +24,10 @@ RANKS = RankInfo(0, 0, 0, 2, 2, 1)
 RECORD = dataclasses.asdict(FailureRecord.of_exception(RANKS, ValueError("the loss is nan")))
 RECORD["heartbeat"] = dataclasses.asdict(Heartbeat(5, 3.0, waits=True, phase="forward"))
 REQUESTS = [
-    pack_fields(fields)
-    for fields in (
-        [b"set", b"key", b"value"],
-        [b"add", b"number", b"5"],
-        [b"check", b"key", b"number"],
-        [b"compare_set", b"key", b"", b"new"],
-        [b"delete", b"key"],
-        [b"count"],
-        [b"wait", b"key", b"other"],
-        [b"get", b"key"],
+    pack_fields(text.encode().split(b" "))
+    for text in (
+        *("set key value", "add number 5", "check key number", "compare_set key  new", "delete key"),
+        *("count", "wait key other", "get key"),
     )
 ]
 OPTIONS = SupervisionOptions(grace_period_s=1.0, init_timeout=timedelta(seconds=9))
@@ -45,23 +39,10 @@ def frames_of_a_rank(random: Random) -> bytes:
     record = damaged_json(random, RECORD)
     request = bytes(7) + b"\x01" + damaged(random, random.choice(REQUESTS))
     messages = [
-        *(
-            (Kind.HELLO, b""),
-            (Kind.IN_LOOP, b"1"),
-            (Kind.DONE, b""),
-            (Kind.STORE_CANCEL, bytes(8)),
-        ),
-        *(
-            (Kind.STOPPED, damaged(random, b"15")),
-            (Kind.FAILURE, record),
-            (Kind.ELSEWHERE, record),
-            (Kind.EXITED, record),
-        ),
-        *(
-            (Kind.STORE_REQUEST, request),
-            (Kind.STORE_REQUEST, request[:9]),
-            (Kind.STORE_REQUEST, b""),
-        ),
+        *((Kind.HELLO, b""), (Kind.IN_LOOP, b"1"), (Kind.DONE, b""), (Kind.STORE_CANCEL, bytes(8))),
+        (Kind.STOPPED, damaged(random, b"15")),
+        *((kind, record) for kind in (Kind.FAILURE, Kind.ELSEWHERE, Kind.EXITED)),
+        *((Kind.STORE_REQUEST, payload) for payload in (request, request[:9], b"")),
     ]
     return b"".join(frame(*message) for message in random.choices(messages, k=3))
 

@@ -76,12 +76,8 @@ def test_restarts(fuzzing: Fuzzing) -> None:
 def test_values(fuzzing: Fuzzing) -> None:
     """What is read from a key has the type that was asked for."""
     kinds: list[tuple[Any, Any]] = [
-        *(
-            (int, 5),
-            (tuple[bool, str], [True, "text"]),
-            (dict[str, str], {"a": "b"}),
-            (list[str], ["a", "b"]),
-        ),
+        *((int, 5), (tuple[bool, str], [True, "text"])),
+        *((dict[str, str], {"a": "b"}), (list[str], ["a", "b"])),
         (tuple[str, int, int, str], ["host", 29400, 1, "job"]),
     ]
 

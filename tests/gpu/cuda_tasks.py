@@ -126,13 +126,8 @@ class Images(TrainingModule):
 
 
 def quiet(**arguments: Any) -> Trainer:
-    quiet_arguments: dict[str, Any] = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "max_epochs": 2,
-    }
-    return Trainer(**{**quiet_arguments, **arguments})
+    silent: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    return Trainer(**{**silent, "max_epochs": 2, **arguments})
 
 
 def fit_shared(path: str, accelerator: str, devices: int) -> None:

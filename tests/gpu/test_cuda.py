@@ -12,16 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from rankwise import DDPSpawnStrategy, DDPStrategy
 from rankwise.errors import WorkerError
-from tests.gpu.cuda_tasks import (
-    Images,
-    describe_group,
-    fail_on_one,
-    gather_on_two,
-    images,
-    quiet,
-    train_plainly,
-    train_scaled,
-)
+from tests.gpu import cuda_tasks
+from tests.gpu.cuda_tasks import Images, images, quiet
 from tests.helpers.ports import free_port
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import with_tests
@@ -55,7 +47,7 @@ def on_gpu(**arguments: Any) -> DDPSpawnStrategy:
 @pytest.mark.parametrize("name", ["16-mixed", "16-master"])
 def test_float16_is_scaled(name: str) -> None:
     """On a GPU a float16 overflow skips one step and halves the scale; the others train."""
-    seen = on_gpu().launch(train_scaled, name)
+    seen = on_gpu().launch(cuda_tasks.train_scaled, name)
     is_mixed = name == "16-mixed"
     assert seen["output"] == "torch.float16"
     assert seen["convolution"] == ("torch.float32" if is_mixed else "torch.float16")
@@ -68,12 +60,12 @@ def test_float16_is_scaled(name: str) -> None:
 
 def test_wrapped_on_the_right_stream() -> None:
     """A module wrapped on a side stream trains as one that is not wrapped."""
-    assert max(on_gpu().launch(train_plainly)) < 1e-5
+    assert max(on_gpu().launch(cuda_tasks.train_plainly)) < 1e-5
 
 
 def test_nccl_knows_its_device() -> None:
     """NCCL carries collectives on CUDA, and was told the device, so that none is guessed."""
-    seen = on_gpu().launch(describe_group)
+    seen = on_gpu().launch(cuda_tasks.describe_group)
     assert seen == {"backend": "nccl", "device": "cuda:0", "sum": [2.0] * 3, "is_current": True}
 
 
@@ -86,7 +78,7 @@ def test_values_of_the_cpu_over_nccl(backend: str) -> None:
     """They travel on the group's device, and come back to the CPU, as do their gradients."""
     strategy = DDPSpawnStrategy(accelerator="cuda", devices=2, process_group_backend=backend)
     one_side = [[1.0, 1.0, 2.0, 2.0], [2.0, 2.0]]
-    assert strategy.launch(gather_on_two) == [*one_side, *one_side, [1.5]]
+    assert strategy.launch(cuda_tasks.gather_on_two) == [*one_side, *one_side, [1.5]]
 
 
 @two_devices
@@ -96,7 +88,7 @@ def test_a_failure_beside_a_collective_of_nccl(start_method: str) -> None:
     strategy = DDPStrategy(accelerator="cuda", devices=2, start_method=start_method)
     began = time.monotonic()
     with pytest.raises(WorkerError, match="rank 1 fails") as failed:
-        strategy.launch(fail_on_one)
+        strategy.launch(cuda_tasks.fail_on_one)
     assert failed.value.global_rank == 1
     assert time.monotonic() - began < 60
 

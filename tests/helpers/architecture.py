@@ -3,49 +3,19 @@
 import ast
 import builtins
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 ORDER = (
-    "start",
-    "time_limit",
-    "errors",
-    "checks",
-    "ranks",
-    "seed",
-    "entry_points",
-    "named_options",
-    "nested",
-    "hyperparameters",
-    "paths",
-    "torch_internals",
-    "environments",
-    "processes",
-    "stores",
-    "monitoring",
-    "failures",
-    "process_group",
-    "launchers",
-    "checkpoint",
-    "compatibility",
-    "gradient_sync",
-    "precision",
-    "data",
-    "strategies",
-    "registry",
-    "callbacks",
-    "loggers",
-    "profilers",
-    "fabric",
-    "trainer",
+    *("start", "time_limit", "errors", "checks", "ranks", "seed", "entry_points", "named_options", "nested"),
+    *("hyperparameters", "paths", "torch_internals", "environments", "processes", "stores", "monitoring"),
+    *("failures", "process_group", "launchers", "checkpoint", "compatibility", "gradient_sync", "precision"),
+    *("data", "strategies", "registry", "callbacks", "loggers", "profilers", "fabric", "trainer"),
     "",  # rankwise/__init__.py
-    "doctor",
-    "testing",
-    "integrations",
-    "lightning",
-    "__main__",
+    *("doctor", "testing", "integrations", "lightning", "__main__"),
 )
 INDEPENDENT = (
     {"gradient_sync", "precision", "checkpoint", "data"},
@@ -63,15 +33,12 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
 """What each part of the package (a folder or file right under it) may import, beside itself."""
 
 HAVE_HOOKS = (
-    "callbacks",
-    "loggers",
-    "trainer.data.data_hooks",
-    "trainer.data.data_module",
-    "trainer.hooks",
-    "trainer.module",
+    *("callbacks", "loggers", "trainer.data.data_hooks", "trainer.data.data_module"),
+    *("trainer.hooks", "trainer.module"),
 )
 """Parts and modules with hooks that are called with the Trainer and its module."""
 
+FOR_TYPES = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 HOOK_TYPES = ("trainer.Trainer", "trainer.trainer.Trainer", "trainer.TrainingModule")
 
 
@@ -208,15 +175,11 @@ def modules_in_strings(modules: Mapping[str, Module], tables: Mapping[str, str])
         table = [node for node in module.tree.body if _assigns(node, tables.get(module.name, ""))]
         in_table = {node for statement in table for node in ast.walk(statement)}
         for node in ast.walk(module.tree):
-            match node:
-                case ast.Constant(value=str(text)) if (
-                    text in modules and "." in text and node not in in_table
-                ):
-                    problems.append(f"{module.where(node)}: {text!r}")
-                case ast.Constant(value=str(text)) if (
-                    "." in text and node in in_table and text not in modules
-                ):
-                    problems.append(f"{module.where(node)}: there is no {text!r}")
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and "." in node.value:
+                is_module = node.value in modules
+                if is_module != (node in in_table):
+                    found = "" if is_module else "there is no "
+                    problems.append(f"{module.where(node)}: {found}{node.value!r}")
     return sorted(problems)
 
 
@@ -257,17 +220,12 @@ def _absolute(node: ast.ImportFrom, module: Module) -> str:
 
 def _nodes(node: ast.AST, for_types: bool) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
-        if (
-            not for_types
-            and isinstance(child, ast.If)
-            and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-        ):
-            for statement in child.orelse:
-                yield statement
-                yield from _nodes(statement, for_types)
-        else:
-            yield child
-            yield from _nodes(child, for_types)
+        found: list[ast.AST] = [child]
+        if not for_types and isinstance(child, ast.If) and ast.unparse(child.test) in FOR_TYPES:
+            found = [*child.orelse]
+        for each in found:
+            yield each
+            yield from _nodes(each, for_types)
 
 
 def _part(name: str) -> str:
@@ -279,24 +237,22 @@ def _part(name: str) -> str:
 
 def bare_asserts(modules: Mapping[str, Module]) -> list[str]:
     """Return the assert statements: `python -O` drops them."""
-    return [
-        module.where(node)
-        for module in modules.values()
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.Assert)
-    ]
+    return [module.where(node) for module, node in _walk(modules) if isinstance(node, ast.Assert)]
+
+
+def _walk(modules: Mapping[str, Module]) -> Iterator[tuple[Module, ast.AST]]:
+    return ((module, node) for module in modules.values() for node in ast.walk(module.tree))
 
 
 def unexplained_hasattr(modules: Mapping[str, Module]) -> list[str]:
     """Return the calls of `hasattr` without `# why:` on their line or the one before."""
     problems = []
-    for module in modules.values():
-        lines = ["", *module.text.splitlines()]
-        for node in ast.walk(module.tree):
-            match node:
-                case ast.Call(func=ast.Name(id="hasattr"), lineno=line):
-                    if not any("# why:" in text for text in lines[line - 1 : line + 1]):
-                        problems.append(module.where(node))
+    for module, node in _walk(modules):
+        match node:
+            case ast.Call(func=ast.Name(id="hasattr"), lineno=line):
+                lines = ["", *module.text.splitlines()][line - 1 : line + 1]
+                if not any("# why:" in text for text in lines):
+                    problems.append(module.where(node))
     return problems
 
 
@@ -308,30 +264,20 @@ def long_files(modules: Mapping[str, Module], limit: int, but: Mapping[str, int]
 
 def crowded_folders(modules: Mapping[str, Module], limit: int) -> list[str]:
     """Return the folders of more than `limit` files, their `__init__` aside."""
-    folders = [module.path.parent for module in modules.values() if not module.is_package]
-    return [
-        f"{folder}: {folders.count(folder)} files"
-        for folder in sorted(set(folders))
-        if folders.count(folder) > limit
-    ]
+    counts = Counter(module.path.parent for module in modules.values() if not module.is_package)
+    return [f"{folder}: {count} files" for folder, count in sorted(counts.items()) if count > limit]
 
 
 def function_lengths(modules: Mapping[str, Module]) -> list[int]:
     """Return the number of lines of each function, its decorators and docstring aside, in ascending order."""
-    return sorted(
-        _length(node)
-        for module in modules.values()
-        for node in ast.walk(module.tree)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-    )
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return sorted(_length(node) for _, node in _walk(modules) if isinstance(node, functions))
 
 
 def _length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    docstring = function.body[0] if ast.get_docstring(function) else None
-    length = (function.end_lineno or function.lineno) - function.lineno + 1
-    return length - (
-        0 if docstring is None else (docstring.end_lineno or docstring.lineno) - docstring.lineno + 1
-    )
+    parts: list[ast.stmt] = [function, *(function.body[:1] if ast.get_docstring(function) else ())]
+    whole, *docstring = ((part.end_lineno or part.lineno) - part.lineno + 1 for part in parts)
+    return whole - sum(docstring)
 
 
 def names_with_several_meanings(modules: Mapping[str, Module]) -> list[str]:
@@ -362,20 +308,14 @@ def _names_defined(node: ast.stmt) -> list[str]:
 
 def without_all(modules: Mapping[str, Module]) -> list[str]:
     """Return the packages whose `__init__` does not say what is public."""
-    return [
-        module.name
-        for module in modules.values()
-        if module.is_package and not re.search(r"^__all__\b", module.text, re.MULTILINE)
-    ]
+    packages = [module for module in modules.values() if module.is_package]
+    return [module.name for module in packages if not re.search(r"^__all__\b", module.text, re.MULTILINE)]
 
 
 def unroled_files(modules: Mapping[str, Module]) -> list[str]:
     """Return the files whose first line is no sentence that says their role."""
-    return [
-        module.name
-        for module in modules.values()
-        if not re.match(r'r?"""\S.*[.:;,]', module.text.partition("\n")[0])
-    ]
+    role = re.compile(r'r?"""\S.*[.:;,]')
+    return [module.name for module in modules.values() if not role.match(module.text.partition("\n")[0])]
 
 
 # ------------------------------------------------------------------------------------------- errors
@@ -383,11 +323,7 @@ def unroled_files(modules: Mapping[str, Module]) -> list[str]:
 
 def public_errors(errors: Module) -> list[str]:
     """Return the exception classes in the module's `__all__`."""
-    bases = {
-        node.name: [base.id for base in node.bases if isinstance(base, ast.Name)]
-        for node in errors.tree.body
-        if isinstance(node, ast.ClassDef)
-    }
+    bases = _bases(errors)
 
     def is_exception(name: str) -> bool:
         builtin = getattr(builtins, name, None)
@@ -417,12 +353,15 @@ def tree_of_errors(errors: Module) -> dict[str, tuple[str, ...]]:
 
 def bases_of_errors(errors: Module) -> dict[str, tuple[str, ...]]:
     """Return the exception classes of the module with their bases, but those whose name says private."""
-    exceptions = {
-        node.name: tuple(base.id for base in node.bases if isinstance(base, ast.Name))
-        for node in errors.tree.body
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    public = {name: bases for name, bases in _bases(errors).items() if not name.startswith("_")}
+    return {name: () if bases == ("Exception",) else bases for name, bases in public.items()}
+
+
+def _bases(errors: Module) -> dict[str, tuple[str, ...]]:
+    classes = [node for node in errors.tree.body if isinstance(node, ast.ClassDef)]
+    return {
+        node.name: tuple(base.id for base in node.bases if isinstance(base, ast.Name)) for node in classes
     }
-    return {name: () if bases == ("Exception",) else bases for name, bases in exceptions.items()}
 
 
 def raised_errors(modules: Iterable[Module], names: Iterable[str]) -> set[str]:
@@ -462,9 +401,7 @@ def _words(node: ast.AST) -> Iterator[str]:
             return
         case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name[:1].isupper():
             return  # an error that the test builds itself
-        case ast.Name(id=name):
-            yield name
-        case ast.Attribute(attr=name):
+        case ast.Name(id=name) | ast.Attribute(attr=name):
             yield name
         case ast.Constant(value=str(text)):
             yield from re.findall(r"\w+", text)

@@ -36,23 +36,15 @@ class Case:
     @property
     def trainer_options(self) -> dict[str, Any]:
         """What a `Trainer` is told."""
-        return {
-            "max_epochs": self.max_epochs,
-            "accumulate_grad_batches": self.accumulate,
-            "gradient_clip_val": self.clip,
-            "gradient_clip_algorithm": self.clip_algorithm,
-            "uneven_inputs": self.uneven_inputs,
-        }
+        clipping = {"gradient_clip_val": self.clip, "gradient_clip_algorithm": self.clip_algorithm}
+        limits = {"max_epochs": self.max_epochs, "accumulate_grad_batches": self.accumulate}
+        return {**limits, **clipping, "uneven_inputs": self.uneven_inputs}
 
     @property
     def strategy_options(self) -> dict[str, Any]:
         """What a `DDPStrategy` is told."""
-        return {
-            "gradient_weighting": self.weighting,
-            "sync_mode": self.sync_mode,
-            "bucket_cap_mb": self.bucket_cap_mb,
-            "find_unused_parameters": self.kind == "branching",
-        }
+        of_ddp = {"bucket_cap_mb": self.bucket_cap_mb, "find_unused_parameters": self.kind == "branching"}
+        return {"gradient_weighting": self.weighting, "sync_mode": self.sync_mode, **of_ddp}
 
 
 @st.composite

@@ -94,12 +94,9 @@ class Environment(Check):
 
     def problems(self) -> list[str]:
         now = self._variables()
-        names = sorted(
-            name for name in self._before.keys() | now.keys() if self._before.get(name) != now.get(name)
-        )
-        return [
-            f"os.environ[{name!r}] was {self._before.get(name)!r}, is {now.get(name)!r}" for name in names
-        ]
+        names = sorted(self._before.keys() | now.keys())
+        pairs = [(name, self._before.get(name), now.get(name)) for name in names]
+        return [f"os.environ[{name!r}] was {old!r}, is {new!r}" for name, old, new in pairs if old != new]
 
     def clean_up(self) -> None:
         for name in self._variables().keys() - self._before.keys():
@@ -132,10 +129,10 @@ class SignalHandlers(Check):
 
     def problems(self) -> list[str]:
         now = self._handlers()
-        changed = [number for number in now if now[number] != self._before[number]]
         return [
-            f"the handler of signal {number} was {self._before[number]}, is {now[number]}"
-            for number in changed
+            f"the handler of signal {number} was {self._before[number]}, is {handler}"
+            for number, handler in now.items()
+            if handler != self._before[number]
         ]
 
     def clean_up(self) -> None:
@@ -178,11 +175,8 @@ class Threads(Check):
         self._before = self._threads()
 
     def _threads(self) -> set[threading.Thread]:
-        return {
-            thread
-            for thread in threading.enumerate()
-            if not thread.daemon and not thread.name.startswith(self.torchs_own)
-        }
+        found = {thread for thread in threading.enumerate() if not thread.daemon}
+        return {thread for thread in found if not thread.name.startswith(self.torchs_own)}
 
 
 class Processes(Check):
@@ -231,11 +225,8 @@ class TorchSettings(Check):
 
     def problems(self) -> list[str]:
         now = self._settings()
-        return [
-            f"{name} of torch was {before!r}, is {now[name]!r}"
-            for name, before in self._before.items()
-            if now[name] is not before
-        ]
+        pairs = [(name, before, now[name]) for name, before in self._before.items()]
+        return [f"{name} of torch was {old!r}, is {new!r}" for name, old, new in pairs if new is not old]
 
     def clean_up(self) -> None:
         if not self._before:
@@ -398,17 +389,9 @@ def costly_checks(marker: str, base_folder: Path) -> list[Check]:
 def cheap_checks(temp_folder: Path) -> list[Check]:
     """Return the checks that together take less than a millisecond."""
     return [
-        Threads(),
-        ProcessGroup(),
-        Environment(),
-        WorkingDirectory(),
-        SignalHandlers(),
-        ExceptHooks(),
-        TorchSettings(),
-        TorchFunctions(),
-        RankZeroOnly(),
-        Files(temp_folder, but=TEMPORARY),
-        Files(REPOSITORY, but=CACHES),
+        *(Threads(), ProcessGroup(), Environment(), WorkingDirectory(), SignalHandlers(), ExceptHooks()),
+        *(TorchSettings(), TorchFunctions(), RankZeroOnly()),
+        *(Files(temp_folder, but=TEMPORARY), Files(REPOSITORY, but=CACHES)),
     ]
 
 
@@ -418,13 +401,7 @@ TEMPORARY = (
     "torchinductor_",  # torch's compile cache
 )
 CACHES = (
-    ".coverage",
-    ".git",
-    ".hypothesis",
-    ".mypy_cache",
-    ".pytest_cache",
-    ".ruff_cache",
-    ".venv",
+    *(".coverage", ".git", ".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".venv"),
     "__pycache__",
 )
 
@@ -459,9 +436,8 @@ def _is_segment_of(pids: set[int], path: Path) -> bool:
     if not stat.S_ISREG(status.st_mode):
         return False
     creator = _NAMED_BY_PID.match(path.name)
-    return (creator is not None and int(creator[1]) in pids) or any(
-        _uses(pid, str(path), status.st_ino) for pid in pids
-    )
+    is_named = creator is not None and int(creator[1]) in pids
+    return is_named or any(_uses(pid, str(path), status.st_ino) for pid in pids)
 
 
 def _uses(pid: int, path: str, inode: int) -> bool:

@@ -15,13 +15,12 @@ _FIRST, _LAST = (1, 2), (1, 4)  # types of the parts that begin and end a record
 def variables(folder: Path) -> dict[str, str]:
     """Return variables with which W&B and MLflow keep their files in a folder and open no connection."""
     folders = {f"WANDB_{name}_DIR": str(folder / name) for name in ("CONFIG", "CACHE", "DATA", "ARTIFACT")}
+    true = ("WANDB_SILENT", "MLFLOW_ALLOW_FILE_STORE", "MLFLOW_DISABLE_TELEMETRY")
     return {
         **folders,
-        "WANDB_SILENT": "true",
+        **dict.fromkeys(true, "true"),
         "WANDB_ERROR_REPORTING": "false",
         "WANDB__DISABLE_STATS": "true",  # its monitor of the machine leaves a socket behind now and then
-        "MLFLOW_ALLOW_FILE_STORE": "true",
-        "MLFLOW_DISABLE_TELEMETRY": "true",
         "GIT_PYTHON_REFRESH": "quiet",
     }
 

@@ -136,13 +136,8 @@ def _recorded_updates(kind: type[Metric]) -> Iterator[list[tuple[Metric, Call]]]
 
 def _run_example(kind: type[Metric]) -> str:
     """Run the example in a class's documentation; return how it ended."""
-    names = {
-        **vars(torchmetrics),
-        "torch": torch,
-        "tensor": torch.tensor,
-        "Means": Means,
-        kind.__name__: kind,
-    }
+    names = {**vars(torchmetrics), "torch": torch, "tensor": torch.tensor, "Means": Means}
+    names[kind.__name__] = kind
     text = OWN_EXAMPLES.get(kind.__name__, kind.__doc__ or "")
     for example in doctest.DocTestParser().get_examples(inspect.cleandoc(text)):
         try:
@@ -157,27 +152,23 @@ def _divided(call: Call) -> list[Call]:
     """Divide the samples of an update into several, of different sizes; return none if it has no samples."""
     arguments, options = call
     values = [*arguments, *options.values()]
-    lengths = {
-        len(value) for value in values if isinstance(value, (Tensor, list, tuple)) and _has_length(value)
-    }
+    lengths = {len(value) for value in values if _has_samples(value)}
     if len(lengths) != 1 or (count := lengths.pop()) < 2:
         return []
     ends = sorted({0, count // 2, max(1, count - 1), count})
+    parts = [slice(*pair) for pair in itertools.pairwise(ends)]
     return [
-        (
-            tuple(_part(value, start, end) for value in arguments),
-            {n: _part(v, start, end) for n, v in options.items()},
-        )
-        for start, end in itertools.pairwise(ends)
+        (tuple(_part(v, part) for v in arguments), {n: _part(v, part) for n, v in options.items()})
+        for part in parts
     ]
 
 
-def _has_length(value: Any) -> bool:
-    return not isinstance(value, Tensor) or value.ndim > 0
+def _has_samples(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) or (isinstance(value, Tensor) and value.ndim > 0)
 
 
-def _part(value: Any, start: int, end: int) -> Any:
-    return value[start:end] if isinstance(value, (Tensor, list, tuple)) and _has_length(value) else value
+def _part(value: Any, part: slice) -> Any:
+    return value[part] if _has_samples(value) else value
 
 
 def digest(value: Any) -> Tensor:

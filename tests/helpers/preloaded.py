@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO
 
 from tests.helpers import processes
 from tests.helpers.leak_checks import SET_BY_IMPORTS
@@ -39,27 +39,6 @@ _READ_AT_START = re.compile(
 _RESERVED = "/" * 400  # for the program's own marker
 
 
-class Program(Protocol):
-    """What the tests use of `subprocess.Popen`, which a program has that is forked, too."""
-
-    @property
-    def pid(self) -> int:
-        """The process's id."""
-
-    @property
-    def returncode(self) -> Any:
-        """The exit code, once `poll` or `wait` has returned it; negative for a signal."""
-
-    def poll(self) -> int | None:
-        """Return the exit code, or None while the program runs."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the program's end; return its exit code."""
-
-    def send_signal(self, sig: int) -> None:
-        """Send a signal, if the program runs."""
-
-
 class ForkedProgram:
     """A program that a preloaded interpreter has forked."""
 
@@ -76,11 +55,7 @@ class ForkedProgram:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the program's end; return its exit code.
-
-        Raises:
-            subprocess.TimeoutExpired: when it runs for `timeout` seconds more.
-        """
+        """Wait for the program's end; `subprocess.TimeoutExpired` is raised after `timeout` seconds."""
         if self.returncode is None:
             self.returncode = self._interpreter.fact(self._number, "code", timeout_s=timeout)
         if self.returncode is None:
@@ -91,6 +66,9 @@ class ForkedProgram:
         """Send a signal, if the program runs."""
         if self.poll() is None:
             os.kill(self.pid, sig)
+
+
+Program = subprocess.Popen[bytes] | ForkedProgram
 
 
 class PreloadedInterpreter:
@@ -164,16 +142,9 @@ class PreloadedInterpreter:
         """
         number = next(self._numbers)
         marker = f"{processes.MARKER}={env[processes.MARKER]}"
-        request = {
-            "number": number,
-            "command": [*map(str, command)],
-            "cwd": str(cwd),
-            "env": {**env},
-            "marker": marker,
-            "siblings": siblings,
-            "namespace": namespace,
-            "context": env.get(TEST_VARIABLE),
-        }
+        request = {"number": number, "command": [*map(str, command)], "cwd": str(cwd), "env": {**env}}
+        request |= {"marker": marker, "siblings": siblings, "namespace": namespace}
+        request["context"] = env.get(TEST_VARIABLE)
         socket.send_fds(self._channel, [json.dumps(request).encode()], list(streams))
         while (pid := self._facts.pop((number, "pid"), None)) is None:
             assert (number, "code") not in self._facts, f"{command} did not start:\n{self._printed()}"
@@ -233,11 +204,8 @@ def _close(interpreter: PreloadedInterpreter, of: int) -> None:
 
 
 def _read_at_start(env: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: value
-        for name, value in env.items()
-        if _READ_AT_START.match(name) and name not in SET_BY_IMPORTS
-    }
+    names = [name for name in env if _READ_AT_START.match(name) and name not in SET_BY_IMPORTS]
+    return {name: env[name] for name in names}
 
 
 def _has_imported_modules(folder: str) -> bool:

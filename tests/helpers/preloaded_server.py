@@ -165,9 +165,7 @@ def start_reserved(reserved: list[tuple[socket.socket, int]]) -> None:
             "descriptors": [0, 1, 2, *given["pass_fds"]],
             "new_session": given["start_new_session"],
             "blocked": [*signal.pthread_sigmask(signal.SIG_BLOCK, ())],
-            "ignored": [
-                number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN
-            ],
+            "ignored": [each for each in signal.valid_signals() if signal.getsignal(each) is signal.SIG_IGN],
         }
         with channel:
             socket.send_fds(channel, [json.dumps(request).encode()], [*streams, *given["pass_fds"]])

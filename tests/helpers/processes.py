@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import filterfalse
 
 import psutil
 
@@ -82,9 +83,7 @@ def wait_until_gone(find: Callable[[], Iterable[psutil.Process]], timeout_s: flo
     """Wait until `find` finds nothing that lives; return what is left then, lowest pid first."""
     deadline = time.monotonic() + timeout_s
     while True:
-        left = sorted(
-            (process for process in find() if not is_gone(process)), key=lambda process: process.pid
-        )
+        left = sorted(filterfalse(is_gone, find()), key=lambda process: process.pid)
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.02)
@@ -175,7 +174,7 @@ def _is_forked_from_here(entry: _Entry) -> bool:
         maps = _read(f"/proc/{entry.pid}/maps")
     except OSError:
         return False
-    is_forked = f"/memfd:{_fork_marker().name}".encode() in maps
+    is_forked = f"/memfd:{_fork_marker()[0]}".encode() in maps
     if maps and not is_forked:  # empty: it has ended, or is about to run another program
         _not_forked_from_here.add(entry)
     return is_forked
@@ -192,18 +191,12 @@ def _read(path: str) -> bytes:
         os.close(descriptor)
 
 
-@dataclass(frozen=True)
-class _ForkMarker:
-    name: str
-    page: mmap.mmap
-
-
 @functools.cache
-def _fork_marker() -> _ForkMarker:
+def _fork_marker() -> tuple[str, mmap.mmap]:
     """Map a page that children inherit over a fork, and lose when they run another program."""
     name = f"rankwise-tests-{os.getpid()}-{secrets.token_hex(4)}"
     descriptor = os.memfd_create(name)
     os.ftruncate(descriptor, mmap.PAGESIZE)
     page = mmap.mmap(descriptor, mmap.PAGESIZE)
     os.close(descriptor)
-    return _ForkMarker(name, page)
+    return name, page

@@ -26,6 +26,7 @@ WITHOUT_COVERAGE: Mapping[str, str | None] = {"COVERAGE_PROCESS_START": None, "C
 """`env=` for a program whose time is measured."""
 
 
+Start = Callable[..., Program]
 _BLOCKED_S = 0.3
 
 
@@ -53,13 +54,7 @@ class RunningScript:
     """A running program; `finish` waits for its end. It prints to files, which no orphan can block."""
 
     def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        cwd: Path,
-        env: Mapping[str, str],
-        stdin: str | None,
-        start: Callable[..., Program],
+        self, command: Sequence[str], cwd: Path, env: Mapping[str, str], stdin: str | None, start: Start
     ) -> None:
         self.command = tuple(command)
         self._stdout: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by _close
@@ -103,9 +98,8 @@ class RunningScript:
                 return
             if has_ended or time.monotonic() > deadline:
                 problem = "ended" if has_ended else f"ran for {timeout:g} s more"
-                raise AssertionError(
-                    f"The program {problem} without printing {text!r} {count} times.\n{self._end()}"
-                )
+                problem += f" without printing {text!r} {count} times"
+                raise AssertionError(f"The program {problem}.\n{self._end()}")
             time.sleep(0.01)
 
     def wait_until_blocked(self, *, timeout: float = 60) -> None:
@@ -144,10 +138,8 @@ class RunningScript:
             self.popen.wait(timeout * slowdown())
         except subprocess.TimeoutExpired:
             shown = "\n".join(f"  {processes.describe(process)}" for process in self.processes())
-            result = self._end()
-            raise AssertionError(
-                f"The program ran longer than {timeout:g} s. Its processes:\n{shown}\n{result}"
-            ) from None
+            problem = f"ran longer than {timeout:g} s. Its processes:\n{shown}\n{self._end()}"
+            raise AssertionError(f"The program {problem}") from None
         elapsed = time.monotonic() - self._started
         left = processes.wait_until_gone(self._find, leftover_grace_s * slowdown())
         shown = "\n".join(f"  {processes.describe(process)}" for process in left)
@@ -174,7 +166,7 @@ class RunningScript:
         return result
 
     def _result(self, elapsed: float) -> ScriptResult:
-        return ScriptResult(self.command, self.popen.returncode, self.stdout, self.stderr, elapsed)
+        return ScriptResult(self.command, self.popen.wait(), self.stdout, self.stderr, elapsed)
 
     def _close(self) -> None:
         self._stdout.close()
@@ -289,19 +281,14 @@ class ScriptRunner:
         outer = os.environ.get(processes.MARKER, str(os.getpid()))  # none is set for a module's fixture
         variables[processes.MARKER] = f"{outer}/{id(self)}/{len(self._running)}"
         preload, namespace = options.get("preload", TORCH), options.get("namespace", "")
-        start: Callable[..., Program] = partial(_start_new, namespace=namespace)
+        start: Start = partial(_start_new, namespace=namespace)
         siblings = options.get("siblings", 0)
         is_plain = _is_plain(command) or (siblings and [*command[:2]] == [sys.executable, "-m"])
         if not options.get("fresh") and is_plain and preloaded(preload).fits(variables):
             fork = preloaded(preload).start
             start = lambda words, **more: fork(words[1:], siblings=siblings, namespace=namespace, **more)  # noqa: E731
-        running = RunningScript(
-            command,
-            cwd=options.get("cwd") or self.folder,
-            env=variables,
-            stdin=options.get("stdin"),
-            start=start,
-        )
+        cwd = options.get("cwd") or self.folder
+        running = RunningScript(command, cwd, variables, options.get("stdin"), start)
         self._running.append(running)
         return running
 

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from rankwise.strategies.job import variables_set
 from tests.helpers import leak_checks, processes
 
 
@@ -39,25 +40,15 @@ def test_the_failure_says_who(monkeypatch: pytest.MonkeyPatch) -> None:
         leak_checks.fail_if_changed(checks, "One of the tests of m.py (test_a, test_b)")
 
 
-@pytest.mark.parametrize("value", ["changed", None])
-def test_a_changed_variable_is_found(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variable that was changed, or taken away, is reported and restored."""
-    monkeypatch.setenv("RW_PLANTED", "before")
-    check = leak_checks.Environment()
-    if value is None:
-        del os.environ["RW_PLANTED"]
-    else:
-        os.environ["RW_PLANTED"] = value
-    assert f"os.environ['RW_PLANTED'] was 'before', is {value!r}" in caught(check)
-    assert os.environ["RW_PLANTED"] == "before"
-
-
-def test_a_new_variable_is_found() -> None:
-    """A variable that was added is named and taken away."""
-    check = leak_checks.Environment()
-    os.environ["RW_PLANTED"] = "new"
-    assert "RW_PLANTED" in caught(check)
-    assert "RW_PLANTED" not in os.environ
+@pytest.mark.parametrize(("before", "after"), [("before", "changed"), ("before", None), (None, "new")])
+def test_a_variable_is_found(before: str | None, after: str | None) -> None:
+    """A variable that was changed, taken away or added is reported and restored."""
+    with variables_set({} if before is None else {"RW_PLANTED": before}):
+        check = leak_checks.Environment()
+        os.environ.pop("RW_PLANTED", None)
+        os.environ.update({} if after is None else {"RW_PLANTED": after})
+        assert f"os.environ['RW_PLANTED'] was {before!r}, is {after!r}" in caught(check)
+        assert os.environ.get("RW_PLANTED") == before
 
 
 def test_another_working_directory_is_found(tmp_path: Path) -> None:
@@ -74,9 +65,8 @@ def test_a_signal_handler_is_found() -> None:
     before = signal.getsignal(signal.SIGTERM)
     check = leak_checks.SignalHandlers()
     signal.signal(signal.SIGTERM, lambda *_: None)
-    assert f"signal {signal.SIGTERM.value}" in caught(check).replace(
-        "Signals.SIGTERM", str(signal.SIGTERM.value)
-    )
+    found = caught(check).replace("Signals.SIGTERM", str(signal.SIGTERM.value))
+    assert f"signal {signal.SIGTERM.value}" in found
     assert signal.getsignal(signal.SIGTERM) == before
 
 
@@ -215,6 +205,8 @@ def planted() -> Iterator[Path]:
     """Return a path in /dev/shm, which is removed in the end."""
     path = Path(f"/dev/shm/rw_planted_{os.getpid()}")
     yield path
+    if path.is_dir():
+        path.rmdir()
     path.unlink(missing_ok=True)
 
 
@@ -231,11 +223,9 @@ subprocess.Popen([sys.executable, *sys.argv[1:]], env={}, start_new_session=True
 def test_a_shared_memory_segment_is_found(is_ours: bool, planted: Path) -> None:
     """A segment that a child of ours uses is removed; one that another program uses is not reported."""
     check = leak_checks.SharedMemory()
-    command = ["-c", HOLDER, str(planted)] if is_ours else ["-c", STRANGER, "-c", HOLDER, str(planted)]
-    with subprocess.Popen(
-        [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdin is not None
+    started = [] if is_ours else ["-c", STRANGER]
+    command = [sys.executable, *started, "-c", HOLDER, str(planted)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         user = int(process.stdout.readline())
         if not is_ours:
@@ -255,23 +245,14 @@ def test_a_segment_with_our_number_is_removed(name: str) -> None:
     assert not path.exists()
 
 
-def test_another_programs_segment_stays(planted: Path) -> None:
-    """A segment that nobody uses, and that may be another program's, is reported but not removed."""
+@pytest.mark.parametrize("make", [Path.touch, Path.mkdir])
+def test_what_may_be_another_programs_stays(make: Callable[[Path], None], planted: Path) -> None:
+    """A segment that nobody uses, and a folder, are reported but not removed."""
     check = leak_checks.SharedMemory()
-    planted.touch()
+    make(planted)
     assert str(planted) in caught(check)
+    assert planted.is_dir() == (make is Path.mkdir)
     assert planted.exists()
-
-
-def test_a_folder_in_shared_memory_is_found(planted: Path) -> None:
-    """A folder is reported but not removed."""
-    check = leak_checks.SharedMemory()
-    planted.mkdir()
-    try:
-        assert str(planted) in caught(check)
-        assert planted.is_dir()
-    finally:
-        planted.rmdir()
 
 
 def test_a_semaphore_in_use_is_known() -> None:

@@ -105,14 +105,12 @@ def is_preloaded(run_script: ScriptRunner, **options: Any) -> bool:
 
 def test_what_is_read_at_the_start_is_read(run_script: ScriptRunner) -> None:
     """A program has an interpreter of its own for flags, variables that are read early, other modules."""
-    assert is_preloaded(run_script)
-    assert is_preloaded(run_script, env=with_tests({"RANK": "3"}))
-    assert is_preloaded(run_script, env=with_tests(dict.fromkeys(SET_BY_IMPORTS, "TRUE")))
-    assert not is_preloaded(run_script, env={"OMP_NUM_THREADS": "2"})
-    assert not is_preloaded(run_script, env={"PYTHONHASHSEED": "0"})
-    assert not is_preloaded(run_script, env={"PYTHONPATH": str(run_script.folder)})
-    assert not is_preloaded(run_script, python_args=["-O"])
-    assert not is_preloaded(run_script, fresh=True)
+    for env in (None, with_tests({"RANK": "3"}), with_tests(dict.fromkeys(SET_BY_IMPORTS, "TRUE"))):
+        assert is_preloaded(run_script, env=env)
+    read = [{"OMP_NUM_THREADS": "2"}, {"PYTHONHASHSEED": "0"}, {"PYTHONPATH": str(run_script.folder)}]
+    others: list[dict[str, Any]] = [{"python_args": ["-O"]}, {"fresh": True}]
+    for options in (*({"env": env} for env in read), *others):
+        assert not is_preloaded(run_script, **options)
 
 
 STARTS_ITSELF = """
@@ -190,9 +188,8 @@ def test_a_program_that_hangs_fails_the_test(run_script: ScriptRunner) -> None:
 
 def test_two_programs_of_one_test_are_told_apart(run_script: ScriptRunner) -> None:
     """The end of one program does not wait for another that still runs."""
-    first = run_script.start(
-        run_script.write("import time; print('up', flush=True); time.sleep(60)", "first.py")
-    )
+    path = run_script.write("import time; print('up', flush=True); time.sleep(60)", "first.py")
+    first = run_script.start(path)
     first.wait_for("up")
     assert run_script("print('second')").returncode == 0
     first.send_signal(signal.SIGINT)

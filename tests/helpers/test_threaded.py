@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -46,28 +47,22 @@ def total(rank: int) -> float:
     return value.item()
 
 
-def test_ranks_that_wait_for_ever_end_with_the_test() -> None:
-    """What cuts the main thread's wait, such as a time limit, ends all ranks; the next ones start anew."""
+def interrupt() -> None:
+    """Cut the main thread's wait, as a time limit does."""
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+def fail() -> None:
+    raise ValueError("no more")
+
+
+@pytest.mark.parametrize(("act", "error"), [(interrupt, KeyboardInterrupt), (fail, ValueError)])
+def test_ranks_that_wait_for_ever_end(act: Callable[[], None], error: type[BaseException]) -> None:
+    """The first error, or what cuts the main thread's wait, ends all ranks; the next ones start anew."""
 
     def wait_in_vain(rank: int) -> None:
-        if rank == 0:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        else:
-            dist.barrier()  # rank 0 never comes
+        act() if rank == 1 else dist.barrier()  # to which rank 1 never comes
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error, match="no more" if act is fail else None):
         run_ranks(3, wait_in_vain)
-    assert run_ranks(3, total) == [6.0] * 3
-
-
-def test_a_failure_ends_all_ranks() -> None:
-    """The first error is raised while the others wait for that rank; the next ranks start anew."""
-
-    def fail_on_one(rank: int) -> None:
-        if rank == 1:
-            raise ValueError("no more")
-        dist.barrier()
-
-    with pytest.raises(ValueError, match="no more"):
-        run_ranks(3, fail_on_one)
     assert run_ranks(3, total) == [6.0] * 3

@@ -21,9 +21,8 @@ def main() -> int:
     add("-j", "--jobs", type=int, default=2, help="how many tests run at once (default: 2)")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # removes the temporary folder
-    report = judge_mutants(
-        PROJECT, given.places, given.tests, seed=given.seed, count=given.count, jobs=given.jobs
-    )
+    drawing = {"seed": given.seed, "count": given.count, "jobs": given.jobs}
+    report = judge_mutants(PROJECT, given.places, given.tests, **drawing)
     print(f"\n{report}")
     return 1 if report.failing else 0
 

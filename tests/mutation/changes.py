@@ -3,25 +3,16 @@
 import ast
 from collections.abc import Iterator
 
-OTHER_COMPARISON: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-}
+COMPARISONS: list[tuple[type[ast.cmpop], type[ast.cmpop]]] = [
+    *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.In, ast.NotIn), (ast.Is, ast.IsNot)),
+]
+OTHER_COMPARISON = dict(COMPARISONS) | {other: one for one, other in COMPARISONS}
 OTHER_ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
     ast.Mult: ast.Div,
     ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.Mult,
+    **dict.fromkeys((ast.FloorDiv, ast.Mod), ast.Mult),
 }
 OTHER_FUNCTION = {"any": "all", "all": "any", "min": "max", "max": "min"}
 LOGGING = ("_log", "log", "logger", "logging", "warnings")

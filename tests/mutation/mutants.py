@@ -190,9 +190,7 @@ def _all_lines(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunc
 def _is_skipped(node: ast.AST) -> bool:
     """Whether a node is left as it is: types, texts, and what another operating system runs."""
     match node:
-        case ast.JoinedStr() | ast.pattern():
-            return True
-        case ast.FunctionDef(name="__repr__"):
+        case ast.JoinedStr() | ast.pattern() | ast.FunctionDef(name="__repr__"):
             return True
         case ast.FunctionDef(decorator_list=decorators):
             return any("overload" in ast.unparse(each) for each in decorators)

@@ -27,11 +27,8 @@ R = TypeVar("R")
 PRELOAD = ("torch", "torch.distributed")
 USUAL_LIMIT_S = 120.0
 REMOVED = (
-    "PYTHONPATH",
-    "PYTEST_CURRENT_TEST",
-    "PYTEST_XDIST_WORKER",
-    "COVERAGE_PROCESS_START",
-    "COVERAGE_PROCESS_CONFIG",
+    *("PYTHONPATH", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER"),
+    *("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG"),
     "PYTHONDONTWRITEBYTECODE",  # each program would compile the package again
 )
 

@@ -97,9 +97,8 @@ def test_an_example(project: Path, runner: Runner, capfd: pytest.CaptureFixture[
     """A mutant is killed by a failure, also in another process, or by a hang; or it survives its tests."""
     [record] = records_of(project, ["tests/unit/test_example.py"], [runner])
     judge = Judge([record], slack_s=1.0)
-    results = {
-        (mutant.line, mutant.new): result(judge(runner, mutant)) for mutant in draw(project, ["src"], 0, 100)
-    }
+    mutants = draw(project, ["src"], 0, 100)
+    results = {(mutant.line, mutant.new): result(judge(runner, mutant)) for mutant in mutants}
     expected = {
         (2, "1"): "survives",
         (3, "number <= limit"): "fails in test_count",
@@ -186,9 +185,8 @@ def test_the_order_of_tests(project: Path) -> None:
         durations = {f"{file}::slow": 2.0, f"{file}::quick": 1.0}
         records.append(Record(file, "", durations, {"src/example.py": dict.fromkeys(durations, "4")}))
     tests = Judge(records).tests(mutant)
-    assert list(tests) == [
-        f"tests/{place}::{name}" for place in reversed(folders) for name in ("quick", "slow")
-    ]
+    names = [f"{place}::{name}" for place in reversed(folders) for name in ("quick", "slow")]
+    assert list(tests) == [f"tests/{name}" for name in names]
     assert [len(portion) for portion in portions(dict.fromkeys(tests, 7.0))] == [2, 6]
     assert [len(portion) for portion in portions(dict.fromkeys(tests, 200.0))] == [1, 1]
 
@@ -196,17 +194,13 @@ def test_the_order_of_tests(project: Path) -> None:
 def test_the_report(project: Path) -> None:
     """It has the rate, and the change of each survivor."""
     killed, survivor = draw(project, ["src/example.py:4"], 0, 2)
-    report = Report(
-        [Verdict(killed, "test", False, 1, 1, 3.0), Verdict(survivor, None, False, 4, 2, 1.0)], ["t"]
-    )
+    verdicts = [Verdict(killed, "test", False, 1, 1, 3.0), Verdict(survivor, None, False, 4, 2, 1.0)]
+    report = Report(verdicts, ["t"])
     assert report.rate == 0.5
     assert str(survivor.diff) in str(report)
-    for words in (
-        "SURVIVES 2 of the 4 tests",
-        "1 of 2 mutants killed (50%), 2.0 s",
-        "fails without a mutant: t",
-    ):
-        assert words in str(report)
+    assert "SURVIVES 2 of the 4 tests" in str(report)
+    assert "1 of 2 mutants killed (50%), 2.0 s" in str(report)
+    assert "fails without a mutant: t" in str(report)
 
 
 @pytest.mark.soak

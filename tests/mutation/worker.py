@@ -83,9 +83,8 @@ class Recorder:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         if self._request.tests:
             place = {name: number for number, name in enumerate(self._request.tests)}
-            items[:] = sorted(
-                (each for each in items if each.nodeid in place), key=lambda each: place[each.nodeid]
-            )
+            chosen = [each for each in items if each.nodeid in place]
+            items[:] = sorted(chosen, key=lambda each: place[each.nodeid])
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._failed = False
@@ -147,16 +146,7 @@ def run_pytest(request: Request, folder: Path, events: int) -> None:
             measured = coverage.Coverage(config_file=request.config)
             measured.start()
         stop = ("-x",) if request.tests else ()
-        quiet = (
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "--rootdir",
-            ".",
-            "--basetemp",
-            str(folder / "t"),
-            "--tb=short",
-        )
+        quiet = ("-q", "-p", "no:cacheprovider", "--rootdir=.", f"--basetemp={folder / 't'}", "--tb=short")
         status = int(pytest.main([*quiet, *stop, *request.files], [Recorder(request, events, measured)]))
         if measured is not None:
             measured.stop()

@@ -23,12 +23,8 @@ def differences(found: Any, expected: Any, place: str = "") -> list[str]:
     """Return where two values differ by more than 1e-12, relative to the larger of 1 and the value."""
     if isinstance(expected, Mapping):
         missing = [f"{place}: no {key!r} in {list(found)}" for key in expected if key not in found]
-        return missing + [
-            text
-            for key in expected
-            if key in found
-            for text in differences(found[key], expected[key], f"{place}.{key}")
-        ]
+        common = [(found[key], expected[key], f"{place}.{key}") for key in expected if key in found]
+        return missing + [text for each in common for text in differences(*each)]
     if isinstance(expected, (list, tuple)):
         if len(found) != len(expected):
             return [f"{place}: {len(found)} items instead of {len(expected)}"]
@@ -94,16 +90,12 @@ def _check(program: Program, run: Callable[[Job], list[Any]]) -> None:
         by_rank = run(job)
         fits = [[outcome["seen"] for outcome in outcomes if "seen" in outcome] for outcomes in by_rank]
         draws = [outcome["draws"] for outcome in by_rank[0] if "draws" in outcome]
-        expected, saved = reference.run_job(
-            program, job, saved, [list(fit) for fit in zip(*fits, strict=True)], draws
-        )
+        seen = [list(fit) for fit in zip(*fits, strict=True)]
+        expected, saved = reference.run_job(program, job, saved, seen, draws)
         actions = [action for run in job.runs for action in run.actions]
         for rank, outcomes in enumerate(by_rank):
             for place, (action, one, other) in enumerate(zip(actions, outcomes, expected, strict=True)):
-                is_forked = len(by_rank) < job.world_size
-                wanted = {
-                    key: other[key] for key in other if key not in ("validations", "notes") or not is_forked
-                }
-                found = differences(one, wanted)
+                without = ("validations", "notes") if len(by_rank) < job.world_size else ()  # forked
+                found = differences(one, {key: other[key] for key in other if key not in without})
                 where = f"job {number} on {job.world_size} ranks, rank {rank}, action {place} ({action.name})"
                 assert not found, f"{where}:\n  " + "\n  ".join(found[:8])

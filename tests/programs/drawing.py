@@ -40,18 +40,9 @@ def programs(
     jobs: list[Job] = []
     for size in job_sizes:
         has_saved = not learning.late and any(run.has_fit for job in jobs for run in job.runs)
-        jobs.append(
-            draw(
-                _jobs(
-                    size,
-                    has_saved=has_saved,
-                    can_resume=not learning.late,
-                    can_fold=can_fold,
-                    can_stop=can_stop,
-                    has_validation=True if learning.schedule == "plateau" else None,
-                )
-            )
-        )
+        can = {"can_resume": not learning.late, "can_fold": can_fold, "can_stop": can_stop}
+        validates = True if learning.schedule == "plateau" else None
+        jobs.append(draw(_jobs(size, has_saved=has_saved, has_validation=validates, **can)))
     return Program(
         draw(st.integers(0, 99)),
         train,

@@ -12,10 +12,8 @@ from tests.programs.learning import Net
 from tests.programs.program import Deed
 
 EPOCH_HOOKS = (
-    "on_train_epoch_start",
-    "on_train_epoch_end",
-    "on_validation_epoch_start",
-    "on_validation_epoch_end",
+    *("on_train_epoch_start", "on_train_epoch_end"),
+    *("on_validation_epoch_start", "on_validation_epoch_end"),
 )
 STEP_HOOKS = ("on_before_optimizer_step", "step")
 BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")

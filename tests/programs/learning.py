@@ -144,20 +144,18 @@ def _collate(shape: str, items: list[tuple[int, Tensor]]) -> Any:
 def read_batch(shape: str, batch: Any) -> Samples:
     """Return the samples of a batch of the given shape."""
     match shape, batch:
-        case "tuple", (x, numbers):
-            return Samples(numbers, x)
-        case "dict", {"x": x, "numbers": numbers}:
-            return Samples(numbers, x)
-        case "nested", [_, (numbers, [x])]:
-            return Samples(numbers, x)
-        case "record", Record(_, x, numbers):
+        case (
+            ("tuple", (x, numbers))
+            | ("dict", {"x": x, "numbers": numbers})
+            | ("nested", [_, (numbers, [x])])
+            | ("record", Record(_, x, numbers))
+            | ("scalar first", (_, numbers, x))
+        ):
             return Samples(numbers, x)
         case "images", {"x": images, "numbers": numbers}:
             return Samples(torch.tensor(numbers), torch.stack(images))
         case "time first", (x, numbers):
             return Samples(numbers, x.T)
-        case "scalar first", (_, numbers, x):
-            return Samples(numbers, x)
     raise ValueError(shape)
 
 

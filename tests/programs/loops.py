@@ -108,14 +108,9 @@ def state_of(modules: list[nn.Module], optimizers: list[torch.optim.Optimizer]) 
 
 def run_on_rank(rank: int, world_size: int, loop: Loop) -> dict[str, Any]:
     """Train on a rank."""
-    strategy = ThreadedStrategy(
-        rank,
-        world_size,
-        gradient_weighting=loop.weighting,
-        sync_mode=loop.sync_mode,
-        bucket_cap_mb=loop.bucket_cap_mb,
-        find_unused_parameters=loop.finds_unused,
-    )
+    of_ddp = {"find_unused_parameters": loop.finds_unused, "bucket_cap_mb": loop.bucket_cap_mb}
+    syncing = {"gradient_weighting": loop.weighting, "sync_mode": loop.sync_mode}
+    strategy = ThreadedStrategy(rank, world_size, **syncing, **of_ddp)
     result: dict[str, Any] = strategy.launch(_train, loop)
     return result
 

@@ -1,6 +1,7 @@
 """A program as rankwise runs it: what a script does on each rank."""
 
 import copy
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,9 @@ class Module(TrainingModule):
         self.program = program
         self.automatic_optimization = not program.learning.is_manual
         names = {"val": program.metrics, "test": program.metrics, "train": program.train_metrics}
-        self.metrics: Any = nn.ModuleDict(
-            {
-                f"{prefix}{loader}": nn.ModuleDict(learning.make_metrics(names[prefix]))
-                for prefix in names
-                for loader in range(MOST_LOADERS)
-            }
-        )
+        self.metrics: Any = nn.ModuleDict()
+        for prefix, loader in itertools.product(names, range(MOST_LOADERS)):
+            self.metrics[f"{prefix}{loader}"] = nn.ModuleDict(learning.make_metrics(names[prefix]))
         self.validations: list[float] = []
         self.seen: list[tuple[int, list[int]]] = []
         self.notes: list[float] = []
@@ -154,42 +151,26 @@ class Module(TrainingModule):
         if scheduler is None:
             return optimizers
         interval = "step" if self.program.learning.schedule == "step" else "epoch"
-        return {
-            "optimizer": optimizers[0],
-            "lr_scheduler": {"scheduler": scheduler, "interval": interval, "monitor": "val"},
-        }
+        scheduling = {"scheduler": scheduler, "interval": interval, "monitor": "val"}
+        return {"optimizer": optimizers[0], "lr_scheduler": scheduling}
 
     def _after_step(self, optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
         self.perform("optimizer", "step", optimizer)
 
 
-class Performing(Callback):
-    """Calls what the program does in the hooks of a callback."""
+def _performing(hook: str) -> Callable[..., None]:
+    has_optimizer = hook == "on_before_optimizer_step"
 
-    def on_train_epoch_start(self, trainer: Trainer, module: Any) -> None:
-        module.perform("callback", "on_train_epoch_start")
-
-    def on_train_epoch_end(self, trainer: Trainer, module: Any) -> None:
-        module.perform("callback", "on_train_epoch_end")
-
-    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        module.perform("callback", "on_train_batch_start")
-
-    def on_train_batch_end(
-        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        module.perform("callback", "on_train_batch_end")
-
-    def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: Any) -> None:
-        module.perform("callback", "on_before_optimizer_step", optimizer)
-
-    def on_validation_epoch_start(self, trainer: Trainer, module: Any) -> None:
+    def perform(callback: Callback, trainer: Trainer, module: Any, *arguments: Any) -> None:
         if trainer.is_fitting:
-            module.perform("callback", "on_validation_epoch_start")
+            module.perform("callback", hook, *arguments[:has_optimizer])
 
-    def on_validation_epoch_end(self, trainer: Trainer, module: Any) -> None:
-        if trainer.is_fitting:
-            module.perform("callback", "on_validation_epoch_end")
+    return perform
+
+
+HOOKS = [hook for hook in hook_bodies.HOOKS if hook != "step"]  # which is an optimizer's
+Performing = type("Performing", (Callback,), {hook: _performing(hook) for hook in HOOKS})
+"""Calls what the program does in the hooks of a callback."""
 
 
 def run_job(

@@ -4,6 +4,7 @@ import pickle
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -25,31 +26,26 @@ ANY = settings(
 FEW = settings(ANY, max_examples=10, derandomize=True)
 MANY = settings(ANY, max_examples=500)
 FIT = Run((Action("fit"),))
+RESUMING = replace(FIT, resumes=True)
+
+
+def program(train: Data, jobs: tuple[Job, ...], options: Options | None = None, **more: Any) -> Program:
+    return Program(0, train, Data(4, 1, seed=10), Learning(), options or Options(), jobs, **more)
+
+
 FOUND = {  # programs that have failed once
-    "a validation before a fit, with a metric object": Program(
-        seed=0,
-        train=Data(2, 1),
-        evaluation=Data(4, 1, seed=10),
-        learning=Learning(),
-        options=Options(),
-        jobs=(Job(1, (Run((Action("validate"), Action("fit"))),)),),
-        metrics=("mse",),
+    "a validation before a fit, with a metric object": program(
+        Data(2, 1), (Job(1, (Run((Action("validate"), Action("fit"))),)),), metrics=("mse",)
     ),
-    "more ranks continue within an epoch, and some have no batch left": Program(
-        seed=0,
-        train=Data(34, 4, drop_last=True),
-        evaluation=Data(4, 1, seed=10),
-        learning=Learning(),
-        options=Options(accumulate=3, uneven_inputs="join", save_every_n_steps=2),
-        jobs=(Job(1, (FIT,)), Job(3, (replace(FIT, resumes=True),))),
+    "more ranks continue within an epoch, and some have no batch left": program(
+        Data(34, 4, drop_last=True),
+        (Job(1, (FIT,)), Job(3, (RESUMING,))),
+        Options(accumulate=3, uneven_inputs="join", save_every_n_steps=2),
     ),
-    "a layer is frozen in a window that turns out to be shorter than the others": Program(
-        seed=0,
-        train=Data(6, 2, kind="iterable"),
-        evaluation=Data(4, 1, seed=10),
-        learning=Learning(),
-        options=Options(accumulate=3, weighting=None),
-        jobs=(Job(1, (FIT,)), Job(2, (FIT,))),
+    "a layer is frozen in a window that turns out to be shorter than the others": program(
+        Data(6, 2, kind="iterable"),
+        (Job(1, (FIT,)), Job(2, (FIT,))),
+        Options(accumulate=3, weighting=None),
         changes=(Change(0, 1, "freeze", "body"),),
     ),
 }
