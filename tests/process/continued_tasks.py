@@ -4,11 +4,12 @@ import json
 import random
 import sys
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from rankwise import Trainer, seed_everything
@@ -18,6 +19,15 @@ from tests.process.training_tasks import quiet_trainer
 Facts = dict[str, Any]
 WHOLE, PART = {"max_epochs": 3}, {"max_epochs": 2}
 WITHIN = {"max_steps": 8}  # within the second epoch
+
+
+def sharded_adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return an optimizer whose state each rank has a part of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of its older optimizers
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(parameters, torch.optim.Adam, lr=0.01)
 
 
 class Drawing(Net):
@@ -39,13 +49,7 @@ class Drawing(Net):
             self.drawn += random.random()
 
     def configure_optimizers(self) -> Any:
-        if not self.sharded:
-            return super().configure_optimizers()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of its older optimizers
-            from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.Adam, lr=0.01)
+        return sharded_adam(self.parameters()) if self.sharded else super().configure_optimizers()
 
 
 class Runs:
@@ -101,7 +105,6 @@ def differences(strategy: str, devices: int, folder: Path, sharded: bool) -> lis
 
 
 if __name__ == "__main__":
-    given, path, is_sharded = sys.argv[1:]
-    sys.stdout.write(
-        f"{json.dumps(differences(given, 2, Path(path), is_sharded == 'sharded'))}\n"
-    )  # in one piece
+    given, path, kind = sys.argv[1:]
+    text = json.dumps(differences(given, 2, Path(path), kind == "sharded"))
+    sys.stdout.write(f"{text}\n")  # in one piece

@@ -28,11 +28,11 @@ class Fails(Regression):
 class Saves(Callback):
     """What docs/migrating recommends instead of `OnExceptionCheckpoint`."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, **options: Any) -> None:
+        self.path, self.options = path, options
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        trainer.save_checkpoint(self.path)
+        trainer.save_checkpoint(self.path, **self.options)
 
 
 class Hangs(Callback):

@@ -23,6 +23,7 @@ METHODS = ("spawn", "fork", "forkserver")
 """The start methods that start their processes from the calling one, whatever that is."""
 RENDEZVOUS = ("private", "tcp")
 WORLD = 2
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 PYTEST = """
     import sys
     import pytest

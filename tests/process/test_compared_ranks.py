@@ -9,10 +9,8 @@ from rankwise.callbacks import Callback
 from rankwise.errors import RankMismatchError, WorkerRaisedError
 from tests.helpers.scripts import ScriptRunner
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
-from tests.process.helpers import ddp, with_tests
+from tests.process.helpers import TORCHRUN, ddp, with_tests
 from tests.process.training_tasks import Drift, Regression, fit_one_step
-
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,7 @@ import pytest
 from tests.helpers.scripts import ScriptRunner
 from tests.process import continued_tasks
 from tests.process.continued_tasks import differences
-from tests.process.helpers import with_tests
-
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+from tests.process.helpers import TORCHRUN, with_tests
 
 
 def test_in_one_process(tmp_path: Path) -> None:
@@ -27,10 +25,10 @@ def test_in_other_processes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("launcher", "kind"),
-    [([], "sharded"), pytest.param(TORCHRUN, "whole", marks=pytest.mark.soak)],
+    [((), "sharded"), pytest.param(TORCHRUN, "whole", marks=pytest.mark.soak)],
     ids=["ddp", "torchrun"],
 )
-def test_in_a_script(launcher: list[str], kind: str, tmp_path: Path, run_script: ScriptRunner) -> None:
+def test_in_a_script(launcher: tuple[str, ...], kind: str, tmp_path: Path, run_script: ScriptRunner) -> None:
     """So do the processes of a script, which keep their own states; optimizers may be sharded over them."""
     script = Path(continued_tasks.__file__)
     command = [sys.executable, *launcher, str(script), "ddp", str(tmp_path), kind]

@@ -3,13 +3,13 @@
 import logging
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rankwise.callbacks import Callback
 from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
@@ -18,8 +18,9 @@ from rankwise.process_group import rank_zero_first
 from rankwise.trainer.data import DataModule
 from tests.helpers.load import slowdown
 from tests.helpers.scripts import ScriptRunner
+from tests.process.continued_tasks import sharded_adam
 from tests.process.exception_tasks import FAILS_AT, Fails, Hangs, Saves
-from tests.process.helpers import ddp, with_tests
+from tests.process.helpers import TORCHRUN, ddp, with_tests
 from tests.process.training_tasks import Regression, loader, quiet_trainer
 
 GRACE_S = 0.5
@@ -85,7 +86,6 @@ SCRIPT = """
     who, path = int(sys.argv[1]), Path(sys.argv[2])
     quiet_trainer("ddp", 2, max_epochs=1, callbacks=Saves(path)).fit(Fails(who), loader(32, 4))
 """
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,9 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 def test_a_checkpoint_in_a_script(who: int, command: str, tmp_path: Path, run_script: ScriptRunner) -> None:
     """So it does where the main process is rank 0, and under torchrun."""
     path = tmp_path / "failed.ckpt"
-    program = [*(TORCHRUN if command == "torchrun" else (sys.executable,)), str(run_script.write(SCRIPT))]
-    result = run_script.command([*program, str(who), str(path)], env=with_tests(), siblings=2)
+    options = TORCHRUN if command == "torchrun" else ()
+    program = [sys.executable, *options, str(run_script.write(SCRIPT)), str(who), str(path)]
+    result = run_script.command(program, env=with_tests(), siblings=2)
     assert result.returncode == 1, result
     assert "ValueError: the first failure" in result.stderr, result
     check_continues(path)
@@ -159,10 +160,6 @@ def test_hooks_do_not_replace_the_failure_of_one_process(caplog: pytest.LogCaptu
     assert hooks == ["RaisesToo.on_exception", "Data.on_exception", "teardown"]
 
 
-def _reduce_in_torch(trainer: Any, module: Any) -> None:
-    torch.distributed.all_reduce(torch.zeros(1))
-
-
 def _enter_rank_zero_first(trainer: Any, module: Any) -> None:
     with rank_zero_first():
         pass
@@ -176,7 +173,7 @@ CALLS: dict[str, Callable[[Any, Any], object]] = {
     "all_gather_object": lambda trainer, module: trainer.strategy.all_gather_object(1),
     "reduce_boolean_decision": lambda trainer, module: trainer.strategy.reduce_boolean_decision(True),
     "rank_zero_first()": _enter_rank_zero_first,
-    "all_reduce of float32[1] (sum) at test_exception_hooks.py": _reduce_in_torch,
+    "all_reduce of float32[1] (sum) at test_exception_hooks.py": lambda *_: dist.all_reduce(torch.zeros(1)),
     "ZeroRedundancyOptimizer, which is sharded,": lambda trainer, module: trainer.save_checkpoint("sharded"),
 }
 
@@ -210,11 +207,7 @@ class Sharded(Fails):
     """Has an optimizer whose state each rank has a part of."""
 
     def configure_optimizers(self) -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of its older optimizers
-            from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.Adam, lr=0.01)
+        return sharded_adam(self.parameters())
 
 
 @pytest.mark.parametrize("options", [{}, {"check_collectives": True}], ids=["plain", "checked"])
@@ -236,17 +229,10 @@ def test_collectives_are_refused(
     assert not (tmp_path / "sharded").exists()
 
 
-class SavesWeights(Callback):
-    """Saves the weights alone."""
-
-    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        trainer.save_checkpoint("weights", weights_only=True)
-
-
 def test_weights_beside_a_sharded_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The remedy in that error works."""
     monkeypatch.chdir(tmp_path)
-    fail(1, SavesWeights(), module=Sharded(1))
+    fail(1, Saves(Path("weights"), weights_only=True), module=Sharded(1))
     Regression("adam").load_state_dict(torch.load("weights", weights_only=True)["state_dict"])
 
 
