@@ -5,9 +5,8 @@ from argparse import ArgumentParser
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from shared import loader, processes, record
+from shared import loader, record, settings
 from torch import nn
 
 
@@ -44,20 +43,13 @@ class Regression(L.LightningModule):
         return torch.optim.RMSprop(self.parameters(), lr=self.hparams.lr, alpha=0.9)
 
 
-def main():
+if __name__ == "__main__":
     parser = Regression.add_model_specific_args(ArgumentParser())
     args = parser.parse_args([])
     L.seed_everything(20)
     model = Regression(**vars(args), note="a run")
     saving = ModelCheckpoint(filename="{epoch}-{val_mae:.2f}", monitor="val_mae", save_top_k=1)
-    trainer = L.Trainer(
-        max_epochs=3,
-        callbacks=saving,
-        gradient_clip_val=0.5,
-        enable_progress_bar=False,
-        logger=CSVLogger("."),
-        **processes(),
-    )
+    trainer = L.Trainer(**settings(max_epochs=3, callbacks=saving, gradient_clip_val=0.5))
     trainer.fit(model, loader(0, 256), loader(512, 128))
     loaded = Regression.load_from_checkpoint(saving.best_model_path)
     alone = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
@@ -65,7 +57,3 @@ def main():
     record(
         trainer, loaded, predictions=predictions, hidden=loaded.hparams["hidden"], note=loaded.hparams.note
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -27,7 +27,7 @@ class LitAutoEncoder(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-2)
 
 
-def main():
+if __name__ == "__main__":
     L.seed_everything(42)
     model = LitAutoEncoder()
     trainer = L.Trainer(max_epochs=2, log_every_n_steps=2, enable_progress_bar=False, **processes())
@@ -35,7 +35,3 @@ def main():
     model.eval()
     embedding = model(digits(600, 4).tensors[0])
     record(trainer, model, embedding=embedding.detach(), hidden=model.hparams.hidden)
-
-
-if __name__ == "__main__":
-    main()

@@ -67,7 +67,7 @@ class Classifier(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=self.hparams.learning_rate)
 
 
-def main():
+if __name__ == "__main__":
     pl.seed_everything(1234)
     dm = DigitsDataModule()
     model = Classifier()
@@ -77,7 +77,3 @@ def main():
     [validated] = trainer.validate(model, datamodule=dm)
     [tested] = trainer.test(model, datamodule=dm)
     record(trainer, model, validated=validated, tested=tested, best=float(saving.best_model_score))
-
-
-if __name__ == "__main__":
-    main()

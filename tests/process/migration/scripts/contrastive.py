@@ -2,8 +2,7 @@
 
 import lightning as L
 import torch
-from lightning.pytorch.loggers import CSVLogger
-from shared import loader, processes, record
+from shared import loader, record, settings
 from torch import nn
 
 
@@ -32,20 +31,9 @@ class SimCLR(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-2)
 
 
-def main():
+if __name__ == "__main__":
     L.seed_everything(26)
     model = SimCLR()
-    trainer = L.Trainer(
-        max_epochs=2,
-        log_every_n_steps=1,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        logger=CSVLogger("."),
-        **processes(),
-    )
+    trainer = L.Trainer(**settings(max_epochs=2, enable_checkpointing=False))
     trainer.fit(model, loader(0, 256))
     record(trainer, model)
-
-
-if __name__ == "__main__":
-    main()

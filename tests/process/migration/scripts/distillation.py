@@ -50,7 +50,7 @@ class Student(pl.LightningModule):
         return torch.optim.SGD(self.net.parameters(), lr=0.1)
 
 
-def main():
+if __name__ == "__main__":
     pl.seed_everything(25)
     teacher = Teacher()
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
@@ -60,7 +60,3 @@ def main():
     trainer = pl.Trainer(max_epochs=2, **quiet, **processes())
     trainer.fit(student, loader())
     record(trainer, student)
-
-
-if __name__ == "__main__":
-    main()

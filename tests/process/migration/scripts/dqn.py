@@ -5,8 +5,7 @@ from collections import deque
 
 import lightning as L
 import torch
-from lightning.pytorch.loggers import CSVLogger
-from shared import processes, record
+from shared import record, settings
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -79,20 +78,9 @@ class DQN(L.LightningModule):
         return DataLoader(ReplayData(self.buffer, 40, self.rng), batch_size=self.hparams.batch_size)
 
 
-def main():
+if __name__ == "__main__":
     L.seed_everything(6)
     model = DQN()
-    trainer = L.Trainer(
-        max_epochs=8,
-        use_distributed_sampler=False,
-        log_every_n_steps=5,
-        enable_progress_bar=False,
-        logger=CSVLogger("."),
-        **processes(),
-    )
+    trainer = L.Trainer(**settings(max_epochs=8, use_distributed_sampler=False, log_every_n_steps=5))
     trainer.fit(model)
     record(trainer, model, reward=model.total_reward)
-
-
-if __name__ == "__main__":
-    main()

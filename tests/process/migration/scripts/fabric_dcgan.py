@@ -2,7 +2,7 @@
 
 import torch
 from lightning.fabric import Fabric, seed_everything
-from shared import loader, noise, processes, record
+from shared import launch, loader, noise, processes, record
 from torch import nn
 
 
@@ -42,14 +42,5 @@ def train(fabric):
     record(fabric, net_g, losses=losses)
 
 
-def main():
-    fabric = Fabric(**processes())
-    if processes()["strategy"] in ("ddp_fork", "ddp_spawn"):
-        fabric.launch(train)
-    else:
-        fabric.launch()
-        train(fabric)
-
-
 if __name__ == "__main__":
-    main()
+    launch(Fabric(**processes()), train)

@@ -2,7 +2,7 @@
 
 import lightning as L
 import torch
-from shared import options, processes, record, text
+from shared import launch, options, processes, record, text
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -44,14 +44,5 @@ def train(fabric):
     record(fabric, model, epoch=state["epoch"])
 
 
-def main():
-    fabric = L.Fabric(**processes())
-    if processes()["strategy"] in ("ddp_fork", "ddp_spawn"):
-        fabric.launch(train)
-    else:
-        fabric.launch()
-        train(fabric)
-
-
 if __name__ == "__main__":
-    main()
+    launch(L.Fabric(**processes()), train)

@@ -3,8 +3,7 @@
 import lightning as L
 import torch
 from lightning.pytorch.callbacks.finetuning import BaseFinetuning
-from lightning.pytorch.loggers import CSVLogger
-from shared import loader, processes, record
+from shared import loader, record, settings
 from torch import nn
 
 
@@ -51,20 +50,9 @@ class TransferLearning(L.LightningModule):
         return [optimizer], [scheduler]
 
 
-def main():
+if __name__ == "__main__":
     L.seed_everything(9)
     model = TransferLearning()
-    trainer = L.Trainer(
-        max_epochs=4,
-        callbacks=[UnfreezeAt()],
-        log_every_n_steps=1,
-        enable_progress_bar=False,
-        logger=CSVLogger("."),
-        **processes(),
-    )
+    trainer = L.Trainer(**settings(max_epochs=4, callbacks=[UnfreezeAt()]))
     trainer.fit(model, loader(0, 256), loader(512, 128))
     record(trainer, model, groups=len(trainer.optimizers[0].param_groups))
-
-
-if __name__ == "__main__":
-    main()

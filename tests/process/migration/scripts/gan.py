@@ -2,8 +2,7 @@
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers import CSVLogger
-from shared import loader, noise, processes, record
+from shared import loader, noise, processes, record, settings
 from torch import nn
 
 
@@ -57,19 +56,10 @@ class GAN(pl.LightningModule):
         return [opt_g, opt_d], []
 
 
-def main():
+if __name__ == "__main__":
     pl.seed_everything(5)
     model = GAN()
-    find = "_find_unused_parameters_true"
-    where = processes()
-    if where["devices"] > 1:
-        where["strategy"] += find
-    trainer = pl.Trainer(
-        max_epochs=2, log_every_n_steps=4, enable_progress_bar=False, logger=CSVLogger("."), **where
-    )
+    where = processes("_find_unused_parameters_true")
+    trainer = pl.Trainer(**settings(max_epochs=2, log_every_n_steps=4, **where))
     trainer.fit(model, loader())
     record(trainer, model)
-
-
-if __name__ == "__main__":
-    main()

@@ -85,7 +85,7 @@ class LitModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": plan}
 
 
-def main():
+if __name__ == "__main__":
     L.seed_everything(CONFIG["seed"], workers=True)
     datamodule = instantiate(CONFIG["data"])
     model = instantiate(CONFIG["model"])
@@ -96,7 +96,3 @@ def main():
     fitted = {name: float(value) for name, value in trainer.callback_metrics.items()}
     trainer.test(model=model, datamodule=datamodule, ckpt_path=trainer.checkpoint_callback.best_model_path)
     record(trainer, model, fitted=fitted)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,9 @@
-"""Image classification in the manner of ImageNet: SGD with momentum, a schedule, top-1 and top-5 accuracy."""
+"""Image classification as on ImageNet: SGD, a schedule, top-5 accuracy; limits of batches and a profiler."""
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import SimpleProfiler
 from shared import loader, processes, record
 from torch import nn
 
@@ -24,6 +24,7 @@ class ImageNetLightningModel(pl.LightningModule):
     ):
         super().__init__()
         self.lr, self.momentum, self.weight_decay, self.batch_size = lr, momentum, weight_decay, batch_size
+        self.example_input_array = torch.zeros(1, 1, 8, 8)
         self.model = nn.Sequential(
             nn.Conv2d(1, 8, 3, padding=1), Block(8), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(128, 10)
         )
@@ -73,22 +74,20 @@ class ImageNetLightningModel(pl.LightningModule):
         return loader(512, 256, self.batch_size)
 
 
-def main():
+if __name__ == "__main__":
     pl.seed_everything(10)
     model = ImageNetLightningModel()
     saving = ModelCheckpoint(monitor="val_acc1", mode="max", save_top_k=2, save_last=True)
     trainer = pl.Trainer(
         max_epochs=3,
+        limit_train_batches=6,
+        limit_val_batches=2,
         accumulate_grad_batches=2,
         log_every_n_steps=2,
         callbacks=[TQDMProgressBar(refresh_rate=10), saving],
         benchmark=False,
-        logger=CSVLogger("."),
+        profiler=SimpleProfiler(dirpath=".", filename="profile"),
         **processes(),
     )
     trainer.fit(model)
     record(trainer, model, best=float(saving.best_model_score), kept=len(saving.best_k_models))
-
-
-if __name__ == "__main__":
-    main()

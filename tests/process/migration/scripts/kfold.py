@@ -48,7 +48,7 @@ class KFoldDataModule(L.LightningDataModule):
         return DataLoader(self.test, batch_size=self.batch_size)
 
 
-def main():
+if __name__ == "__main__":
     L.seed_everything(13)
     model = Net()
     first = copy.deepcopy(model.state_dict())
@@ -62,7 +62,3 @@ def main():
         trainer.fit(model, dm)
         scores.append(trainer.test(model, dm)[0]["test_acc"])
     record(trainer, model, scores=scores, mean=sum(scores) / FOLDS)
-
-
-if __name__ == "__main__":
-    main()

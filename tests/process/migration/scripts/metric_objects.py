@@ -4,8 +4,7 @@ import lightning.pytorch as pl
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import LambdaCallback, Timer
-from lightning.pytorch.loggers import CSVLogger
-from shared import loader, processes, record
+from shared import loader, record, settings
 from torch import nn
 
 
@@ -46,21 +45,11 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
-def main():
+if __name__ == "__main__":
     pl.seed_everything(27)
     model = Net()
     seen = []
     counting = LambdaCallback(on_train_epoch_end=lambda trainer, module: seen.append(trainer.current_epoch))
-    trainer = pl.Trainer(
-        max_epochs=3,
-        callbacks=[counting, Timer("00:01:00:00")],
-        enable_progress_bar=False,
-        logger=CSVLogger("."),
-        **processes(),
-    )
+    trainer = pl.Trainer(**settings(max_epochs=3, callbacks=[counting, Timer("00:01:00:00")]))
     trainer.fit(model, loader(0, 256), loader(512, 128))
     record(trainer, model)
-
-
-if __name__ == "__main__":
-    main()

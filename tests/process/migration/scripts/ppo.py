@@ -2,8 +2,7 @@
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers import CSVLogger
-from shared import processes, record
+from shared import processes, record, settings
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -68,23 +67,10 @@ class PPO(pl.LightningModule):
         return DataLoader(Experience(self.trajectories), batch_size=self.hparams.batch_size)
 
 
-def main():
+if __name__ == "__main__":
     pl.seed_everything(7)
     model = PPO()
-    where = processes()
-    if where["devices"] > 1:
-        where["strategy"] += "_find_unused_parameters_true"
-    trainer = pl.Trainer(
-        max_epochs=4,
-        use_distributed_sampler=False,
-        log_every_n_steps=4,
-        enable_progress_bar=False,
-        logger=CSVLogger("."),
-        **where,
-    )
+    where = {"use_distributed_sampler": False, **processes("_find_unused_parameters_true")}
+    trainer = pl.Trainer(**settings(max_epochs=4, log_every_n_steps=4, **where))
     trainer.fit(model)
     record(trainer, model)
-
-
-if __name__ == "__main__":
-    main()

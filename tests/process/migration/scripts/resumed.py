@@ -3,8 +3,7 @@
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
-from shared import loader, processes, record
+from shared import loader, record, settings
 from torch import nn
 
 
@@ -47,25 +46,14 @@ class Net(L.LightningModule):
 def fit(model, epochs, ckpt_path=None):
     counter = Counter()
     saving = ModelCheckpoint(dirpath="checkpoints", filename="{epoch}", save_last=True)
-    trainer = L.Trainer(
-        max_epochs=epochs,
-        callbacks=[counter, saving],
-        log_every_n_steps=2,
-        enable_progress_bar=False,
-        logger=CSVLogger("."),
-        **processes(),
-    )
+    trainer = L.Trainer(**settings(max_epochs=epochs, callbacks=[counter, saving], log_every_n_steps=2))
     trainer.fit(model, loader(0, 256), ckpt_path=ckpt_path)
     return trainer, counter
 
 
-def main():
+if __name__ == "__main__":
     L.seed_everything(24)
     fit(Net(), 2)
     model = Net()
     trainer, counter = fit(model, 4, ckpt_path="checkpoints/last.ckpt")
     record(trainer, model, batches=counter.batches, steps=trainer.global_step, epoch=trainer.current_epoch)
-
-
-if __name__ == "__main__":
-    main()

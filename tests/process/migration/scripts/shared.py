@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import csv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -39,9 +40,25 @@ if options().keep_order:
     DistributedSampler.shuffle = in_order  # type: ignore[assignment]
 
 
-def processes() -> dict[str, Any]:
-    """Return where to train, for `Trainer` or `Fabric`."""
-    return {"accelerator": "cpu", "strategy": options().strategy, "devices": options().devices}
+def processes(suffix: str = "") -> dict[str, Any]:
+    """Return where to train, for `Trainer` or `Fabric`; a suffix of the strategy, for several processes."""
+    strategy = options().strategy + suffix * (options().devices > 1)
+    return {"accelerator": "cpu", "strategy": strategy, "devices": options().devices}
+
+
+def settings(**arguments: Any) -> dict[str, Any]:
+    """Return arguments for a `Trainer`: where to train, and to write the values of every step as CSV."""
+    logging = {"logger": CSVLogger("."), "log_every_n_steps": 1, "enable_progress_bar": False}
+    return {**logging, **processes(), **arguments}
+
+
+def launch(fabric: Any, train: Callable[[Any], None]) -> None:
+    """Run a function on all processes of a `Fabric`, which starts them or this script for each."""
+    if options().strategy in ("ddp_fork", "ddp_spawn"):
+        fabric.launch(train)
+    else:
+        fabric.launch()
+        train(fabric)
 
 
 def digits(first: int = 0, count: int = 512) -> TensorDataset:
@@ -58,8 +75,8 @@ def loader(first: int = 0, count: int = 512, batch_size: int = 64) -> DataLoader
 
 
 def text(length: int = 4096) -> Tensor:
-    """Return the characters of this file as numbers from 0 to 127."""
-    source = Path(__file__).read_text()[:length]
+    """Return the characters of this file, after its imports, as numbers from 0 to 127."""
+    source = Path(__file__).read_text().partition("@cache")[2][:length]
     return torch.tensor([min(ord(letter), 127) for letter in source])
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks.early_stopping import EarlyStopping
-from lightning.pytorch.loggers import CSVLogger
-from shared import options, processes, record
+from shared import options, record, settings
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
@@ -61,21 +60,10 @@ class Tagger(pl.LightningModule):
         }
 
 
-def main():
+if __name__ == "__main__":
     pl.seed_everything(21)
     model = Tagger()
     stopping = EarlyStopping(monitor="val_loss/dataloader_idx_1", patience=2, min_delta=0.3, mode="min")
-    trainer = pl.Trainer(
-        max_epochs=6,
-        callbacks=[stopping],
-        log_every_n_steps=1,
-        enable_progress_bar=False,
-        logger=CSVLogger("."),
-        **processes(),
-    )
+    trainer = pl.Trainer(**settings(max_epochs=6, callbacks=[stopping]))
     trainer.fit(model, words(0), [words(1), words(2)])
     record(trainer, model, epochs=trainer.current_epoch, stopped=stopping.stopped_epoch)
-
-
-if __name__ == "__main__":
-    main()

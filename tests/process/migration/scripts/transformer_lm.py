@@ -4,8 +4,7 @@ import math
 
 import lightning as L
 import torch
-from lightning.pytorch.loggers import CSVLogger
-from shared import options, processes, record, text
+from shared import options, record, settings, text
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -52,22 +51,10 @@ class LanguageModel(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def main():
+if __name__ == "__main__":
     L.seed_everything(3)
     model = LanguageModel()
     data = DataLoader(Text(), batch_size=16 // options().devices, shuffle=False, drop_last=True)
-    trainer = L.Trainer(
-        max_epochs=2,
-        gradient_clip_val=0.25,
-        log_every_n_steps=1,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        logger=CSVLogger("."),
-        **processes(),
-    )
+    trainer = L.Trainer(**settings(max_epochs=2, gradient_clip_val=0.25, enable_model_summary=False))
     trainer.fit(model, data)
     record(trainer, model, rate=trainer.optimizers[0].param_groups[0]["lr"])
-
-
-if __name__ == "__main__":
-    main()

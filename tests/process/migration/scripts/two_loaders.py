@@ -2,9 +2,8 @@
 
 import lightning as L
 import torch
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
-from shared import loader, processes, record
+from shared import loader, record, settings
 from torch import nn
 
 
@@ -26,18 +25,12 @@ class SemiSupervised(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-2)
 
 
-def main():
+if __name__ == "__main__":
     L.seed_everything(22)
     model = SemiSupervised()
     loaders = CombinedLoader(
         {"labelled": loader(0, 128), "unlabelled": loader(512, 384)}, mode="max_size_cycle"
     )
-    trainer = L.Trainer(
-        max_epochs=2, log_every_n_steps=1, enable_progress_bar=False, logger=CSVLogger("."), **processes()
-    )
+    trainer = L.Trainer(**settings(max_epochs=2))
     trainer.fit(model, loaders)
     record(trainer, model, batches=trainer.num_training_batches)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,9 +3,8 @@
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import LearningRateMonitor
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import grad_norm
-from shared import loader, noise, processes, record
+from shared import loader, noise, record, settings
 from torch import nn
 
 
@@ -48,21 +47,10 @@ class VAE(pl.LightningModule):
         }
 
 
-def main():
+if __name__ == "__main__":
     pl.seed_everything(17)
     model = VAE()
     monitor = LearningRateMonitor(logging_interval="step")
-    trainer = pl.Trainer(
-        max_epochs=2,
-        callbacks=[monitor],
-        log_every_n_steps=1,
-        enable_progress_bar=False,
-        logger=CSVLogger("."),
-        **processes(),
-    )
+    trainer = pl.Trainer(**settings(max_epochs=2, callbacks=[monitor]))
     trainer.fit(model, loader(0, 256), loader(512, 128))
     record(trainer, model)
-
-
-if __name__ == "__main__":
-    main()

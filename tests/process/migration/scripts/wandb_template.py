@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
-from shared import loader, processes, record
+from shared import loader, record, settings
 from torch import nn
 
 
@@ -31,27 +31,18 @@ class LitClassifier(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
 
 
-def main():
+if __name__ == "__main__":
     os.environ["WANDB_MODE"] = "offline"
     os.environ["WANDB_SILENT"] = "true"
     pl.seed_everything(19)
     model = LitClassifier()
     wandb_logger = WandbLogger(project="digits", save_dir=".", offline=True)
-    trainer = pl.Trainer(
-        logger=[CSVLogger("."), wandb_logger],
-        callbacks=[
-            ModelCheckpoint(monitor="valid/acc_epoch", mode="max"),
-            EarlyStopping("valid/loss_epoch", min_delta=10.0, patience=2),
-            LearningRateMonitor(),
-        ],
-        max_epochs=8,
-        log_every_n_steps=3,
-        enable_progress_bar=False,
-        **processes(),
-    )
+    callbacks = [
+        ModelCheckpoint(monitor="valid/acc_epoch", mode="max"),
+        EarlyStopping("valid/loss_epoch", min_delta=10.0, patience=2),
+        LearningRateMonitor(),
+    ]
+    loggers = [CSVLogger("."), wandb_logger]
+    trainer = pl.Trainer(**settings(max_epochs=8, log_every_n_steps=3, callbacks=callbacks, logger=loggers))
     trainer.fit(model, loader(0, 256), loader(512, 128))
     record(trainer, model, stopped=trainer.current_epoch)
-
-
-if __name__ == "__main__":
-    main()

@@ -7,8 +7,7 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.loggers import CSVLogger
-from shared import loader, processes, record
+from shared import loader, record, settings
 from torch import nn
 
 
@@ -33,25 +32,13 @@ def fit(callback):
     pl.seed_everything(23)
     model = Net()
     growing = GradientAccumulationScheduler({0: 1, 2: 2})
-    trainer = pl.Trainer(
-        max_epochs=4,
-        callbacks=[callback, growing],
-        log_every_n_steps=1,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        logger=CSVLogger("."),
-        **processes(),
-    )
+    trainer = pl.Trainer(**settings(max_epochs=4, callbacks=[callback, growing], enable_checkpointing=False))
     trainer.fit(model, loader(0, 256), loader(512, 128))
     return trainer, model
 
 
-def main():
+if __name__ == "__main__":
     _, averaged = fit(EMAWeightAveraging(decay=0.9))
     weight = averaged.net[1].weight.detach().clone()
     trainer, model = fit(StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2, annealing_epochs=1))
     record(trainer, model, moving_average=weight)
-
-
-if __name__ == "__main__":
-    main()
