@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -30,6 +30,8 @@ NEVER_S = 1e6
 SHORT_S = 0.005
 GONE = 1 << 22  # no process has such an id
 LOST_PEER = "Connection closed by peer"
+STOP, OVER = (Kind.STOP, b""), (Kind.OVER, b"")
+Error = TypeVar("Error", bound=WorkerError)
 
 
 class ScriptedProcess(LocalProcess):
@@ -75,18 +77,37 @@ class ScriptedProcess(LocalProcess):
             self.parent_pipe.close()
 
 
-class Rank:
+class ChannelEnd:
+    """The end of a channel that the test reads and writes; the code under test has `theirs`."""
+
+    def __init__(self) -> None:
+        self.theirs, self.sock = socket.socketpair()
+        self.sock.settimeout(LIMIT_S)
+        self._received: list[tuple[Kind, bytes]] = []
+        self._frames = FrameReader()
+
+    def _read(self) -> None:
+        self._frames.feed(self.sock.recv(1 << 16), lambda *each: self._received.append(each))
+
+    def receive(self) -> tuple[Kind, bytes]:
+        """Return the next frame."""
+        while not self._received:
+            self._read()
+        return self._received.pop(0)
+
+    def send(self, kind: Kind, payload: bytes = b"") -> None:
+        self.sock.sendall(frame(kind, payload))
+
+
+class Rank(ChannelEnd):
     """A rank as the test plays it: its end of the channel, its heartbeat, its process."""
 
     def __init__(self, ranks: RankInfo, process: ScriptedProcess | None) -> None:
+        super().__init__()
         self.ranks = ranks
-        self.theirs, self.sock = socket.socketpair()
-        self.sock.settimeout(LIMIT_S)
         self.heartbeat = create_memory_file()
         self.reader = HeartbeatReader(self.heartbeat)
         self._process = process
-        self._received: list[tuple[Kind, bytes]] = []
-        self._frames = FrameReader()
 
     @property
     def process(self) -> ScriptedProcess:
@@ -102,15 +123,6 @@ class Rank:
         self._supervisor = supervisor
         supervisor.add(self.ranks, self.theirs, self._process, self.reader)
 
-    def send(self, kind: Kind, payload: bytes = b"") -> None:
-        self.sock.sendall(frame(kind, payload))
-
-    def receive(self) -> tuple[Kind, bytes]:
-        """Return the next frame from the supervisor."""
-        while not self._received:
-            self._frames.feed(self.sock.recv(1 << 16), lambda *each: self._received.append(each))
-        return self._received.pop(0)
-
     def request(self, *fields: bytes, number: int = 1) -> None:
         """Send a request to the private store."""
         self.send(Kind.STORE_REQUEST, number.to_bytes(REQUEST_ID_SIZE, "big") + pack_fields(fields))
@@ -121,7 +133,7 @@ class Rank:
         self.sock.setblocking(False)
         with suppress(BlockingIOError):
             while True:
-                self._frames.feed(self.sock.recv(1 << 16), lambda *each: self._received.append(each))
+                self._read()
         self.sock.settimeout(LIMIT_S)
         received, self._received = self._received, []
         return received
@@ -171,26 +183,18 @@ def wait_until_handled(supervisor: Supervisor) -> None:
     assert is_handled.wait(LIMIT_S)
 
 
-class Ends:
+class Ends(ChannelEnd):
     """A rank's channel and the supervisor's end of it."""
 
     def __init__(self) -> None:
-        self.ours, theirs = socket.socketpair()
-        self.ours.settimeout(LIMIT_S)
-        theirs.settimeout(0)  # as the default that a program has set may be
+        super().__init__()
+        self.theirs.settimeout(0)  # as the default that a program has set may be
         self.lost = threading.Event()
-        self.channel = RankChannel(theirs, on_lost=self.lost.set)
-        self._reader = FrameReader()
-        self._received: list[tuple[Kind, bytes]] = []
-
-    def receive(self) -> tuple[Kind, bytes]:
-        while not self._received:
-            self._reader.feed(self.ours.recv(1 << 16), lambda *each: self._received.append(each))
-        return self._received.pop(0)
+        self.channel = RankChannel(self.theirs, on_lost=self.lost.set)
 
     def close(self) -> None:
         self.channel.close()
-        self.ours.close()
+        self.sock.close()
 
 
 class Job:
@@ -211,16 +215,29 @@ class Job:
     def __getitem__(self, global_rank: int) -> Rank:
         return self._ranks[global_rank]
 
-    def begin(self, *, until_exit: bool = True) -> None:
-        """Start to watch, and begin the first job, which all ranks have started for."""
-        for rank in self._ranks:
-            rank.send(Kind.HELLO)
+    def begin(self, *, until_exit: bool = True) -> "Job":
+        """Start to watch, and begin the first job, which all ranks have started for; return this job."""
+        self.send_all(Kind.HELLO)
         self.supervisor.start()
         self.supervisor.begin_job(until_exit)
+        return self
 
     def send_all(self, kind: Kind, payload: bytes = b"") -> None:
         for rank in self._ranks:
             rank.send(kind, payload)
+
+    def succeed(self) -> None:
+        """Let all ranks be done, and wait for the end of a job that needs no exits."""
+        self.send_all(Kind.DONE)
+        self.supervisor.wait_job()
+
+    def exit_all(self, status: int | None = 0) -> None:
+        for rank in self._ranks:
+            rank.exit(status)
+
+    def was_killed(self) -> list[bool]:
+        """Return for each rank whether the supervisor has killed its process."""
+        return [rank.process.was_killed for rank in self._ranks]
 
     def is_over(self) -> bool:
         """Return whether `wait_job` would return, after all that has happened so far."""
@@ -228,8 +245,12 @@ class Job:
         return self.supervisor._settled.is_set()
 
     def failure(self) -> WorkerError:
-        """Return the error that `wait_job` raises."""
-        with pytest.raises(WorkerError) as raised:
+        """Return the error that `wait_job` raises, which is of this kind."""
+        return self.failure_of(WorkerError)
+
+    def failure_of(self, kind: type[Error]) -> Error:
+        """Return the error that `wait_job` raises, which is of this kind."""
+        with pytest.raises(kind) as raised:
             self.supervisor.wait_job()
         return raised.value
 
@@ -255,10 +276,6 @@ def make_job(
 
     The system has no processes of the ranks, but where `pid` names one that stands for all.
     """
-    ranks = [
-        Rank(
-            RankInfo(number, number, 0, size, size, 1), None if here and number == 0 else ScriptedProcess(pid)
-        )
-        for number in range(size)
-    ]
+    processes = [None if here and number == 0 else ScriptedProcess(pid) for number in range(size)]
+    ranks = [Rank(RankInfo(number, number, 0, size, size, 1), each) for number, each in enumerate(processes)]
     return Job(ranks, replace(OPTIONS, **options), on_failure)

@@ -78,7 +78,7 @@ def interrupted(ends: Ends) -> Iterator[None]:
     main = threading.get_ident()
 
     def interrupt() -> None:
-        select.select([ends.ours], [], [], LIMIT_S)
+        select.select([ends.sock], [], [], LIMIT_S)
         while not is_raised.is_set():  # one that comes just before a wait in C is handled only after it
             signal.pthread_kill(main, signal.SIGUSR1)
             is_raised.wait(0.05)
@@ -132,7 +132,7 @@ def test_a_question_is_answered(ends: Ends) -> None:
         requests.append(ends.receive()[1])
     for request in reversed(requests):
         number, question = request[:REQUEST_ID_SIZE], request[REQUEST_ID_SIZE:]
-        ends.ours.sendall(frame(Kind.STORE_REPLY, number + b"answer to " + question))
+        ends.send(Kind.STORE_REPLY, number + b"answer to " + question)
     for thread in threads:
         thread.join(LIMIT_S)
     assert values == {"one": b"answer to one", "two": b"answer to two"}
@@ -144,14 +144,14 @@ def test_no_answer_is_a_timeout(ends: Ends) -> None:
         ends.channel.ask_store(b"question", 0.05)
     number = ends.receive()[1][:REQUEST_ID_SIZE]
     assert ends.receive() == (Kind.STORE_CANCEL, number)
-    ends.ours.sendall(frame(Kind.STORE_REPLY, number + b"late"))
+    ends.send(Kind.STORE_REPLY, number + b"late")
     ends.channel.send(Kind.DONE)
     assert ends.receive() == (Kind.DONE, b"")
 
 
 def test_stop_releases_questions(ends: Ends) -> None:
     """When the supervisor says stop, open questions end at once, and so do later ones."""
-    timer = threading.Timer(0.05, lambda: ends.ours.sendall(frame(Kind.STOP, b"reason")))
+    timer = threading.Timer(0.05, lambda: ends.send(Kind.STOP, b"reason"))
     timer.start()
     with pytest.raises(ConnectionError):
         ends.channel.ask_store(b"question", LIMIT_S)
@@ -164,7 +164,7 @@ def test_stop_calls_back(ends: Ends) -> None:
     """What was asked to be called is called, once the word comes or if it has come already."""
     called = threading.Event()
     ends.channel.call_on_stop(called.set)
-    ends.ours.sendall(frame(Kind.STOP, b""))
+    ends.send(Kind.STOP)
     assert called.wait(LIMIT_S)
     late = threading.Event()
     ends.channel.call_on_stop(late.set)
@@ -173,7 +173,7 @@ def test_stop_calls_back(ends: Ends) -> None:
 
 def test_a_lost_supervisor_is_noticed(ends: Ends) -> None:
     """End of file calls `on_lost`, ends questions at once, and later ones, and makes sending silent."""
-    threading.Timer(0.05, ends.ours.close).start()
+    threading.Timer(0.05, ends.sock.close).start()
     with pytest.raises(ConnectionError):
         ends.channel.ask_store(b"question", LIMIT_S)
     assert ends.lost.wait(LIMIT_S)
@@ -186,7 +186,7 @@ def test_closing_is_no_loss() -> None:
     """A channel that is closed from this side does not call `on_lost`, and ends its thread."""
     ends = Ends()
     ends.channel.close()
-    ends.ours.close()
+    ends.sock.close()
     assert not ends.lost.is_set()
     assert "rankwise-channel" not in {thread.name for thread in threading.enumerate()}
 
@@ -201,7 +201,7 @@ def test_what_is_too_long_for_a_frame_is_refused(ends: Ends) -> None:
 
 def test_a_damaged_channel_is_lost(ends: Ends, capfd: pytest.CaptureFixture[str]) -> None:
     """Requests end at once, and the reason is shown."""
-    threading.Timer(0.05, ends.ours.sendall, [b"text"[:4] + b"!"]).start()
+    threading.Timer(0.05, ends.sock.sendall, [b"text"[:4] + b"!"]).start()
     with pytest.raises(ConnectionError):
         ends.channel.ask_store(b"question", LIMIT_S)
     assert ends.lost.wait(LIMIT_S)

@@ -11,7 +11,7 @@ import pytest
 
 from rankwise.errors import ConfigurationError
 from rankwise.failures.record import FailureRecord
-from rankwise.launchers.channel import Kind, RankChannel, frame
+from rankwise.launchers.channel import Kind, RankChannel
 from rankwise.launchers.context import RankRun, WorkerContext, torchrun_variables
 from rankwise.processes.interrupt import JobStopped
 from rankwise.processes.signals import stopped_by
@@ -81,7 +81,7 @@ def test_stop_interrupts_the_job(ends: Ends) -> None:
     worker = WorkerContext(RANKS, channel=ends.channel, on_stop=is_told.set)
 
     def entry(worker: WorkerContext) -> None:
-        ends.ours.sendall(frame(Kind.STOP))
+        ends.send(Kind.STOP)
         threading.Event().wait(LIMIT_S)
 
     with pytest.raises(JobStopped):

@@ -158,8 +158,7 @@ def test_other_nodes_are_other_ranks() -> None:
 
 def test_jobs_of_daemon_threads_end_with_the_program(supervise: Supervise) -> None:
     """Their ranks are ended, as by SIGTERM."""
-    job = supervise()
-    job.begin()
+    job = supervise().begin()
     multiprocess._supervisors.add(job.supervisor)
     try:
         multiprocess._end_jobs()

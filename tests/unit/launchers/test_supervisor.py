@@ -13,30 +13,37 @@ from rankwise.launchers import supervisor
 from rankwise.launchers.channel import Kind
 from rankwise.monitoring import stragglers
 from rankwise.processes.signals import StoppedBySignal
-from tests.unit.launchers.supervised import GONE, LIMIT_S, LOST_PEER, NEVER_S, SHORT_S, Supervise, wait_until
-
-STOP, OVER = (Kind.STOP, b""), (Kind.OVER, b"")
-
+from tests.unit.launchers.supervised import (
+    GONE,
+    LIMIT_S,
+    LOST_PEER,
+    NEVER_S,
+    OVER,
+    SHORT_S,
+    STOP,
+    Supervise,
+    wait_until,
+)
 
 # -------------------------------------------------------------------------------------- the end of a job
 
 
 def test_a_job_is_over_when_all_are_done(supervise: Supervise) -> None:
-    """Not before the last one, and nobody is told to stop; no exit is awaited."""
-    job = supervise()
-    job.begin(until_exit=False)
+    """Not before the last one, and nobody is told to stop; no exit is awaited. `release` tells all ranks."""
+    job = supervise().begin(until_exit=False)
     assert not job.is_over()
     job[0].send(Kind.DONE)
     assert not job.is_over()
     job[1].send(Kind.DONE)
     job.supervisor.wait_job()
     assert [job[0].received(), job[1].received()] == [[], []]
+    job.supervisor.release()
+    assert [job[0].receive(), job[1].receive()] == [OVER, OVER]
 
 
 def test_a_job_until_exit_is_over_with_the_last_process(supervise: Supervise) -> None:
     """Ranks that are done may take their time to leave; one in the launching process does not leave."""
-    job = supervise(3, here=True)
-    job.begin(until_exit=True)
+    job = supervise(3, here=True).begin(until_exit=True)
     job.send_all(Kind.DONE)
     job[1].exit()
     assert not job.is_over()
@@ -46,18 +53,9 @@ def test_a_job_until_exit_is_over_with_the_last_process(supervise: Supervise) ->
     assert job.supervisor.all_ended()
 
 
-def test_release_tells_all_ranks_that_the_job_is_over(supervise: Supervise) -> None:
-    """Each gets OVER."""
-    job = supervise()
-    job.begin(until_exit=False)
-    job.supervisor.release()
-    assert [job[0].receive(), job[1].receive()] == [OVER, OVER]
-
-
 def test_a_rank_may_be_a_job_ahead(supervise: Supervise) -> None:
     """What it has done counts for the next job, also if its process has ended by then."""
-    job = supervise()
-    job.begin(until_exit=False)
+    job = supervise().begin(until_exit=False)
     job[1].send(Kind.DONE)
     job[1].send(Kind.DONE)
     job[1].exit()
@@ -69,38 +67,28 @@ def test_a_rank_may_be_a_job_ahead(supervise: Supervise) -> None:
     job.supervisor.wait_job()
 
 
-def test_a_rank_that_left_between_two_jobs_fails_the_next(supervise: Supervise) -> None:
-    """It has done its part of the first one, so its exit code 0 is none of that job."""
-    job = supervise()
-    job.begin(until_exit=False)
+@pytest.mark.parametrize(
+    ("exit_code", "phase"), [(0, "before the next job began"), (3, "after it had finished its part")]
+)
+def test_a_rank_that_exits_between_two_jobs_fails_the_next(
+    supervise: Supervise, exit_code: int, phase: str
+) -> None:
+    """Exit code 0 is no failure of the first job; a failure of it is raised, and not reported again."""
+    job = supervise().begin(until_exit=False)
     job.send_all(Kind.DONE)
-    job[1].exit()
+    job[1].exit(exit_code)
     assert job.is_over()
-    job.supervisor.wait_job()
+    if exit_code == 0:
+        job.supervisor.wait_job()
     job.supervisor.begin_job(until_exit=False)
-    error = job.failure()
-    assert isinstance(error, WorkerExitedError)
-    assert (error.global_rank, error.exit_code, error.phase) == (1, 0, "before the next job began")
-
-
-def test_a_rank_that_failed_between_two_jobs_has_failed_once(supervise: Supervise) -> None:
-    """The next job raises its failure, and reports it nowhere again."""
-    job = supervise()
-    job.begin(until_exit=False)
-    job.send_all(Kind.DONE)
-    job[1].exit(3)
-    assert job.is_over()
-    job.supervisor.begin_job(until_exit=False)
-    error = job.failure()
-    assert isinstance(error, WorkerExitedError)
-    assert (error.exit_code, error.phase, error.consequences) == (3, "after it had finished its part", ())
-    assert len(job.reported) == 1
+    error = job.failure_of(WorkerExitedError)
+    assert (error.global_rank, error.exit_code, error.phase) == (1, exit_code, phase)
+    assert (error.consequences, len(job.reported)) == ((), 1)
 
 
 def test_ranks_that_were_stopped_by_a_signal(supervise: Supervise) -> None:
     """All have stopped or were done: `wait_job` raises what the signal means, whatever their exit codes."""
-    job = supervise()
-    job.begin()
+    job = supervise().begin()
     job[0].send(Kind.STOPPED, b"15")
     job[0].exit(143)
     assert not job.is_over()
@@ -114,8 +102,7 @@ def test_ranks_that_were_stopped_by_a_signal(supervise: Supervise) -> None:
 
 def test_ranks_of_a_script_that_were_stopped(supervise: Supervise) -> None:
     """Their processes go on: the job is over with the last report."""
-    job = supervise()
-    job.begin(until_exit=False)
+    job = supervise().begin(until_exit=False)
     job.send_all(Kind.STOPPED, b"2")
     with pytest.raises(KeyboardInterrupt):
         job.supervisor.wait_job()
@@ -123,10 +110,8 @@ def test_ranks_of_a_script_that_were_stopped(supervise: Supervise) -> None:
 
 def test_begin_exit_waits_for_all_processes(supervise: Supervise) -> None:
     """Also for those that have ended before, which is no failure; then there is nothing to wait for."""
-    job = supervise(3)
-    job.begin(until_exit=False)
-    job.send_all(Kind.DONE)
-    job.supervisor.wait_job()
+    job = supervise(3).begin(until_exit=False)
+    job.succeed()
     job[1].exit()
     assert job.is_over()
     job.supervisor.begin_exit()
@@ -143,8 +128,7 @@ def test_what_has_begun_is_not_over(supervise: Supervise, how: str) -> None:
     """Also before the supervisor's thread, which may be busy, has begun it: nobody waits for the last job."""
     job, is_free = supervise(), threading.Event()
     job.begin(until_exit=False)
-    job.send_all(Kind.DONE)
-    job.supervisor.wait_job()
+    job.succeed()
     job.supervisor._loop.call_soon(partial(is_free.wait, LIMIT_S))  # type: ignore[arg-type]  # it returns a bool
     job.supervisor._loop.call_soon(job.supervisor._check)  # as after a frame
     if how == "job":
@@ -161,8 +145,7 @@ def test_processes_that_do_not_leave_are_reported(
 ) -> None:
     """Once all are done and only an exit is awaited, a process that stays is named."""
     monkeypatch.setattr(stragglers, "_SHORTEST_S", SHORT_S)
-    job = supervise(stall_warning_s=SHORT_S)
-    job.begin()
+    job = supervise(stall_warning_s=SHORT_S).begin()
     job.send_all(Kind.DONE)
     job[0].exit()
     text = re.compile("global_rank=1 .* The main process waits for it to leave")
@@ -176,25 +159,19 @@ def test_processes_that_do_not_leave_are_reported(
 
 def test_a_failure_stops_the_others(supervise: Supervise) -> None:
     """All get STOP; the error names the rank and those that were stopped for it."""
-    job = supervise(3)
-    job.begin()
+    job = supervise(3).begin()
     job[1].fail("ValueError", "loss is nan")
     assert [job[rank].receive() for rank in range(3)] == [STOP] * 3
-    error = job.failure()
-    assert isinstance(error, WorkerRaisedError)
-    assert (error.global_rank, error.exception_type, error.exception_message) == (
-        1,
-        "ValueError",
-        "loss is nan",
-    )
+    error = job.failure_of(WorkerRaisedError)
+    assert (error.global_rank, error.exception_type) == (1, "ValueError")
+    assert error.exception_message == "loss is nan"
     assert (error.stopped, error.consequences) == ((0, 2), ())
     assert [record.global_rank for record in job.reported] == [1]
 
 
 def test_a_rank_that_is_done_does_not_count_as_stopped(supervise: Supervise) -> None:
     """It is told to stop, as its process has not left; so has one that has exited before."""
-    job = supervise(4)
-    job.begin()
+    job = supervise(4).begin()
     job[2].send(Kind.DONE)
     job[3].send(Kind.DONE)
     job[3].exit()
@@ -207,8 +184,7 @@ def test_a_rank_that_is_done_does_not_count_as_stopped(supervise: Supervise) -> 
 
 def test_stop_is_sent_once(supervise: Supervise) -> None:
     """Further failures are collected in silence."""
-    job = supervise(3, grace_period_s=NEVER_S)
-    job.begin()
+    job = supervise(3, grace_period_s=NEVER_S).begin()
     job[0].fail()
     assert job[2].receive() == STOP
     job[1].fail()
@@ -218,8 +194,7 @@ def test_stop_is_sent_once(supervise: Supervise) -> None:
 
 def test_the_first_failure_is_raised(supervise: Supervise) -> None:
     """It is the one that happened first, whichever is reported first; the other is a consequence."""
-    job = supervise()
-    job.begin()
+    job = supervise().begin()
     now_s = time.monotonic()
     job[0].fail("KeyError", at_s=now_s)
     assert job[1].receive() == STOP
@@ -231,8 +206,7 @@ def test_the_first_failure_is_raised(supervise: Supervise) -> None:
 
 def test_what_ranks_raise_after_stop_is_no_failure(supervise: Supervise) -> None:
     """JobStopped is how a rank reports that STOP has ended it."""
-    job = supervise()
-    job.begin()
+    job = supervise().begin()
     job[0].fail()
     assert job[1].receive() == STOP
     job[1].fail("JobStopped", is_consequence=True)
@@ -250,13 +224,12 @@ def test_a_job_that_failed_is_over_when_its_processes_are_gone(supervise: Superv
     wait_until(lambda: job[1].process.was_killed)
     assert not job.is_over()
     job[1].exit(-9)
-    assert isinstance(job.failure(), WorkerRaisedError)
+    job.failure_of(WorkerRaisedError)
 
 
 def test_a_failure_of_another_node(supervise: Supervise) -> None:
     """It ends the job; the rank that passes it on has not failed, and is stopped with the others."""
-    job = supervise()
-    job.begin()
+    job = supervise().begin()
     record = job[0].record("ValueError", "there")
     job[1].send(Kind.ELSEWHERE, record.to_json())
     assert job[0].receive() == STOP
@@ -274,31 +247,20 @@ def test_ranks_know_themselves(supervise: Supervise) -> None:
 # -------------------------------------------------------------------------------------- consequences
 
 
-def test_a_consequence_waits_for_its_cause(supervise: Supervise) -> None:
-    """Nobody is stopped until the failure that led to it is reported, which is the error."""
-    job = supervise()
-    job.begin()
+@pytest.mark.parametrize("exits", [False, True])
+def test_a_consequence_waits_for_its_cause(supervise: Supervise, exits: bool) -> None:
+    """Nobody is stopped until the failure that led to it is reported; its rank may exit meanwhile."""
+    job = supervise().begin()
     job[0].lose_peer()
-    assert job[0].received() == []
+    if exits:
+        job[0].exit(1)
+    assert job[1 if exits else 0].received() == []
     job[1].fail("ValueError")
-    assert job[0].receive() == STOP
+    if not exits:
+        assert job[0].receive() == STOP
     error = job.failure()
-    assert (error.global_rank, error.consequences) == (
-        1,
-        (f"global_rank 0 raised RuntimeError: {LOST_PEER}",),
-    )
-
-
-def test_a_rank_that_lost_a_peer_may_exit(supervise: Supervise) -> None:
-    """Its exit code does not make it the cause, nor end the wait for that."""
-    job = supervise()
-    job.begin()
-    job[0].lose_peer()
-    job[0].exit(1)
-    assert job[1].received() == []
-    job[1].fail("ValueError")
-    error = job.failure()
-    assert (error.global_rank, len(error.consequences)) == (1, 1)
+    assert error.global_rank == 1
+    assert error.consequences == (f"global_rank 0 raised RuntimeError: {LOST_PEER}",)
 
 
 def test_consequences_alone_are_a_failure(supervise: Supervise, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,37 +273,32 @@ def test_consequences_alone_are_a_failure(supervise: Supervise, monkeypatch: pyt
     monkeypatch.setattr(supervisor, "_SETTLE_S", NEVER_S)
     job[1].lose_peer()
     assert job[2].receive() == STOP
-    error = job.failure()
-    assert isinstance(error, WorkerRaisedError)
+    error = job.failure_of(WorkerRaisedError)
     assert (error.global_rank, error.has_lost_peer) == (0, True)
 
 
 def test_an_exit_that_others_needed(supervise: Supervise, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where others have only lost a peer, the rank that has ended by SystemExit is the cause."""
     monkeypatch.setattr(supervisor, "_SETTLE_S", SHORT_S)
-    job = supervise()
-    job.begin()
+    job = supervise().begin()
     record = job[1].record("SystemExit", "0", exit_status=0, phase=WorkerExitedError.BY_SYSTEM_EXIT)
     job[1].send(Kind.EXITED, record.to_json())
     job[1].send(Kind.DONE)
     job[1].exit()
     job[0].lose_peer()
-    error = job.failure()
-    assert isinstance(error, WorkerExitedError)
+    error = job.failure_of(WorkerExitedError)
     assert (error.global_rank, error.phase) == (1, WorkerExitedError.BY_SYSTEM_EXIT)
 
 
 def test_an_exit_that_nobody_needed(supervise: Supervise) -> None:
     """It is no failure where all are done, and not the cause of one with a reason of its own."""
-    job = supervise()
-    job.begin()
+    job = supervise().begin()
     record = job[1].record("SystemExit", "0", exit_status=0)
     job[1].send(Kind.EXITED, record.to_json())
     job[1].send(Kind.DONE)
     assert job[1].received() == []
     job[0].fail()
-    assert (error := job.failure()).global_rank == 0
-    assert isinstance(error, WorkerRaisedError)
+    assert job.failure_of(WorkerRaisedError).global_rank == 0
 
 
 @pytest.mark.parametrize("status", [-signal.SIGSEGV, 1])
@@ -350,27 +307,23 @@ def test_a_crash_that_is_seen_late_is_the_cause(
 ) -> None:
     """Of a process that a signal has ended after STOP, where the others have only lost a peer."""
     monkeypatch.setattr(supervisor, "_SETTLE_S", SHORT_S)
-    job = supervise(grace_period_s=NEVER_S)
-    job.begin()
+    job = supervise(grace_period_s=NEVER_S).begin()
     job[0].lose_peer()
     assert job[1].receive() == STOP
     job[1].exit(status)
     job[0].exit(1)
-    error = job.failure()
-    assert isinstance(error, WorkerKilledError if status < 0 else WorkerRaisedError)
+    error = job.failure_of(WorkerKilledError if status < 0 else WorkerRaisedError)
     assert (error.global_rank, error.stopped) == ((1, ()) if status < 0 else (0, (1,)))
 
 
 def test_our_own_sigkill_is_no_crash(supervise: Supervise, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor the end of a rank that has reported a failure: neither is the cause, nor a consequence."""
     monkeypatch.setattr(supervisor, "_SETTLE_S", SHORT_S)
-    job = supervise(grace_period_s=3 * SHORT_S)
-    job.begin()
+    job = supervise(grace_period_s=3 * SHORT_S).begin()
     job[0].lose_peer()
     assert job[1].receive() == STOP
     job[0].exit(-signal.SIGABRT)
-    error = job.failure()
-    assert isinstance(error, WorkerRaisedError)
+    error = job.failure_of(WorkerRaisedError)
     assert job[1].process.was_killed
     assert (error.global_rank, error.stopped, error.consequences) == (0, (1,), ())
 
@@ -390,8 +343,7 @@ def test_our_own_sigkill_is_no_crash(supervise: Supervise, monkeypatch: pytest.M
 )
 def test_a_process_that_ends_early_has_failed(supervise: Supervise, status: int | None, what: str) -> None:
     """Whatever its exit status is: a rank that is not done has to say so."""
-    job = supervise()
-    job.begin()
+    job = supervise().begin()
     job[1].exit(status)
     assert job[0].receive() == STOP
     error = job.failure()
@@ -404,9 +356,7 @@ def test_a_process_that_ends_before_hello(supervise: Supervise) -> None:
     job.supervisor.start()
     job.supervisor.begin_job(until_exit=True)
     job[1].exit(1)
-    error = job.failure()
-    assert isinstance(error, WorkerExitedError)
-    assert error.phase == WorkerExitedError.NOT_STARTED
+    assert job.failure_of(WorkerExitedError).phase == WorkerExitedError.NOT_STARTED
 
 
 @pytest.mark.parametrize(
@@ -415,8 +365,7 @@ def test_a_process_that_ends_before_hello(supervise: Supervise) -> None:
 )
 def test_a_process_that_ends_badly_when_it_is_done(supervise: Supervise, status: int, what: str) -> None:
     """It fails the job, which waits for the exits."""
-    job = supervise()
-    job.begin()
+    job = supervise().begin()
     job[1].send(Kind.DONE)
     job[1].exit(status)
     assert job[0].receive() == STOP
@@ -425,23 +374,18 @@ def test_a_process_that_ends_badly_when_it_is_done(supervise: Supervise, status:
 
 def test_an_unknown_exit_status_is_good_when_the_rank_is_done(supervise: Supervise) -> None:
     """Where other code of the program has waited for the process."""
-    job = supervise()
-    job.begin()
+    job = supervise().begin()
     job.send_all(Kind.DONE)
-    job[0].exit(None)
-    job[1].exit(None)
+    job.exit_all(None)
     job.supervisor.wait_job()
 
 
 def test_the_exit_after_a_report_is_no_second_failure(supervise: Supervise) -> None:
     """The error is what the rank has reported, without its exit code as a consequence."""
-    job = supervise()
-    job.begin()
+    job = supervise().begin()
     job[1].fail()
     job[1].exit(1)
-    error = job.failure()
-    assert isinstance(error, WorkerRaisedError)
-    assert error.consequences == ()
+    assert job.failure_of(WorkerRaisedError).consequences == ()
 
 
 def test_all_that_a_process_has_sent_is_read_before_its_end(
@@ -464,8 +408,7 @@ def test_all_that_a_process_has_sent_is_read_before_its_end(
 
 def test_rank_zero_here_has_left_when_its_hooks_have_ended(supervise: Supervise) -> None:
     """It has no process that ends: after its failure the job is over when it says so, or when it is done."""
-    job = supervise(here=True)
-    job.begin()
+    job = supervise(here=True).begin()
     job[0].fail()
     assert job[1].receive() == STOP
     job[1].exit(1)
@@ -476,19 +419,17 @@ def test_rank_zero_here_has_left_when_its_hooks_have_ended(supervise: Supervise)
 
 def test_rank_zero_here_that_is_done_is_not_waited_for(supervise: Supervise) -> None:
     """When another rank fails later, the end of its process ends the job."""
-    job = supervise(here=True)
-    job.begin()
+    job = supervise(here=True).begin()
     job[0].send(Kind.DONE)
     job[0].received()
     job[1].exit(1)
-    assert (error := job.failure()).global_rank == 1
-    assert error.stopped == ()
+    error = job.failure()
+    assert (error.global_rank, error.stopped) == (1, ())
 
 
 def test_left_is_no_end_of_a_process(supervise: Supervise) -> None:
     """A started process has to end, whatever it reports."""
-    job = supervise(grace_period_s=NEVER_S)
-    job.begin()
+    job = supervise(grace_period_s=NEVER_S).begin()
     job[1].fail()
     job[1].send(Kind.LEFT)
     job[0].exit()

@@ -7,23 +7,18 @@ import pytest
 
 from rankwise.errors import WorkerRaisedError
 from rankwise.launchers.channel import REQUEST_ID_SIZE, Kind, frame
-from tests.unit.launchers.supervised import NEVER_S, Supervise
-
-STOP, OVER = (Kind.STOP, b""), (Kind.OVER, b"")
-
+from tests.unit.launchers.supervised import NEVER_S, OVER, STOP, Supervise
 
 # -------------------------------------------------------------------------------------- channels
 
 
 def test_a_channel_that_is_lost_while_the_process_runs(supervise: Supervise) -> None:
     """The rank can report no more: that is its failure, and its process is ended."""
-    job = supervise(pid=os.getpid())
-    job.begin()
+    job = supervise(pid=os.getpid()).begin()
     job[0].received()
     job[1].sock.close()
     assert job[0].receive() == STOP
-    error = job.failure()
-    assert isinstance(error, WorkerRaisedError)
+    error = job.failure_of(WorkerRaisedError)
     assert (error.global_rank, error.exception_type) == (1, "BrokenChannel")
     assert "its process runs, but its channel is closed" in error.exception_message
 
@@ -31,8 +26,7 @@ def test_a_channel_that_is_lost_while_the_process_runs(supervise: Supervise) -> 
 @pytest.mark.parametrize("how", ["done", "failed", "stopped", "told to stop"])
 def test_a_channel_that_is_no_longer_needed(supervise: Supervise, how: str) -> None:
     """A rank that has reported how it ended, or is to end, may close its channel."""
-    job = supervise(pid=os.getpid(), grace_period_s=NEVER_S)
-    job.begin()
+    job = supervise(pid=os.getpid(), grace_period_s=NEVER_S).begin()
     if how == "done":
         job[1].send(Kind.DONE)
     elif how == "failed":
@@ -45,18 +39,14 @@ def test_a_channel_that_is_no_longer_needed(supervise: Supervise, how: str) -> N
     job[1].sock.close()
     job[0].received()
     assert job[1].theirs not in job.supervisor._loop._selector.get_map()
-    assert [record.exception_type for record in job.reported if record.global_rank == 1] in (
-        [],
-        ["RuntimeError"],
-    )
+    failures = [record.exception_type for record in job.reported if record.global_rank == 1]
+    assert failures in ([], ["RuntimeError"])
 
 
 def test_a_channel_that_was_lost_between_two_jobs(supervise: Supervise) -> None:
     """The rank cannot take part in the next job, which fails when it begins."""
-    job = supervise(here=True, pid=os.getpid())
-    job.begin(until_exit=False)
-    job.send_all(Kind.DONE)
-    job.supervisor.wait_job()
+    job = supervise(here=True, pid=os.getpid()).begin(until_exit=False)
+    job.succeed()
     job[1].sock.close()
     assert job[0].received() == []
     job.supervisor.begin_job(until_exit=False)
@@ -67,8 +57,7 @@ def test_a_channel_that_was_lost_between_two_jobs(supervise: Supervise) -> None:
 
 def test_a_channel_that_is_lost_as_the_process_ends(supervise: Supervise) -> None:
     """A process whose memory is gone is reported with its exit status, not with its channel."""
-    job = supervise()
-    job.begin()
+    job = supervise().begin()
     job[1].sock.close()
     assert job[0].received() == []
     job[1].process.end(3)
@@ -77,8 +66,7 @@ def test_a_channel_that_is_lost_as_the_process_ends(supervise: Supervise) -> Non
 
 def test_a_channel_that_is_reset_is_lost(supervise: Supervise) -> None:
     """A rank has closed it with frames unread, as when it is killed."""
-    job = supervise(pid=os.getpid())
-    job.begin()
+    job = supervise(pid=os.getpid()).begin()
     job.supervisor.release()
     assert job[0].receive() == OVER
     job[1].received()
@@ -91,8 +79,7 @@ def test_a_channel_that_is_reset_is_lost(supervise: Supervise) -> None:
 
 def test_rank_zero_here_that_gives_up_ends_the_job(supervise: Supervise) -> None:
     """It closes its channel, as after an error in the launching process: the others are stopped."""
-    job = supervise(here=True)
-    job.begin()
+    job = supervise(here=True).begin()
     job[0].sock.close()
     assert job[1].receive() == STOP
     job[1].exit()
@@ -114,23 +101,20 @@ def test_rank_zero_here_that_gives_up_ends_the_job(supervise: Supervise) -> None
 )
 def test_what_is_no_message_fails_the_rank(supervise: Supervise, data: bytes) -> None:
     """Of any frame; nothing that follows is read, and the job ends with its processes."""
-    job = supervise()
-    job.begin()
+    job = supervise().begin()
     job[1].sock.sendall(data + frame(Kind.DONE))
     assert job[0].receive() == STOP
     job[1].fail("KeyError")
-    error = job.failure()
-    assert isinstance(error, WorkerRaisedError)
-    assert (error.global_rank, error.exception_type, error.stopped) == (1, "BrokenChannel", (0,))
-    assert error.consequences == ()
+    error = job.failure_of(WorkerRaisedError)
+    assert (error.global_rank, error.exception_type) == (1, "BrokenChannel")
+    assert (error.stopped, error.consequences) == ((0,), ())
     assert "what it sent is no message: " in error.exception_message
 
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_what_is_no_message_of_rank_zero_here(supervise: Supervise, is_first: bool) -> None:
     """Nothing more comes of it, so it counts as a rank that has left; also after another failure."""
-    job = supervise(here=True)
-    job.begin()
+    job = supervise(here=True).begin()
     if not is_first:
         job[1].exit(3)
         assert not job.is_over()
@@ -147,8 +131,7 @@ def reply(value: bytes, number: int = 1) -> tuple[Kind, bytes]:
 
 def test_store_requests_are_replied_to(supervise: Supervise) -> None:
     """At once, or when another rank has set the key; each with its own number."""
-    job = supervise()
-    job.begin()
+    job = supervise().begin()
     job[0].request(b"get", b"key", number=7)
     assert job[0].received() == []
     job[1].request(b"set", b"key", b"value", number=8)
@@ -158,8 +141,7 @@ def test_store_requests_are_replied_to(supervise: Supervise) -> None:
 
 def test_a_request_that_was_cancelled_gets_no_reply(supervise: Supervise) -> None:
     """Only that one: another rank's of the same number is another request."""
-    job = supervise(3)
-    job.begin()
+    job = supervise(3).begin()
     for rank in (0, 1):
         job[rank].request(b"get", b"key", number=7)
     job[0].send(Kind.STORE_CANCEL, (7).to_bytes(REQUEST_ID_SIZE, "big"))
@@ -171,8 +153,7 @@ def test_a_request_that_was_cancelled_gets_no_reply(supervise: Supervise) -> Non
 
 def test_a_rank_that_does_not_read_blocks_nobody(supervise: Supervise) -> None:
     """What its channel does not take is sent when it reads again, whole and in order."""
-    job = supervise()
-    job.begin()
+    job = supervise().begin()
     value = bytes(range(256)) * 1000
     job[1].request(b"set", b"key", value)
     for number in range(9):
@@ -185,20 +166,17 @@ def test_a_rank_that_does_not_read_blocks_nobody(supervise: Supervise) -> None:
 
 def test_a_rank_that_takes_no_frames_may_send_some(supervise: Supervise) -> None:
     """Sending to it fails, which is no failure of the rank; what it sends counts."""
-    job = supervise()
-    job.begin(until_exit=False)
+    job = supervise().begin(until_exit=False)
     job[1].sock.shutdown(socket.SHUT_RD)
     job.supervisor.release()
     assert job[0].received() == [OVER]
     assert job.supervisor._workers[1].outgoing == b""
-    job.send_all(Kind.DONE)
-    job.supervisor.wait_job()
+    job.succeed()
 
 
 def test_a_rank_that_is_gone_is_sent_nothing(supervise: Supervise) -> None:
     """Nothing is written to its channel, which the supervisor no longer watches."""
-    job = supervise()
-    job.begin(until_exit=False)
+    job = supervise().begin(until_exit=False)
     job.send_all(Kind.DONE)
     job[1].exit()
     assert job.is_over()

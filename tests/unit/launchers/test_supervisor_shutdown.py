@@ -14,34 +14,37 @@ from rankwise.launchers import supervisor
 from rankwise.launchers.channel import Kind
 from rankwise.monitoring.heartbeat import TEARDOWN, heartbeat_written_to, report_phase, report_saving
 from rankwise.processes.signals import ROUTER
-from tests.unit.launchers.supervised import NEVER_S, SHORT_S, Job, Supervise, wait_until, wait_until_handled
-
-STOP = (Kind.STOP, b"")
-
+from tests.unit.launchers.supervised import (
+    NEVER_S,
+    SHORT_S,
+    STOP,
+    Job,
+    Supervise,
+    wait_until,
+    wait_until_handled,
+)
 
 # -------------------------------------------------------------------------------------- STOP, then SIGKILL
 
 
 def test_ranks_may_leave_in_the_grace_period(supervise: Supervise) -> None:
     """Nobody is killed before its end; a rank that has left is not killed at all."""
-    job = supervise(grace_period_s=NEVER_S)
-    job.begin()
+    job = supervise(grace_period_s=NEVER_S).begin()
     job[0].fail()
     assert job[1].received() == [STOP]
     job[0].exit(1)
     job[1].exit()
     assert job.failure().global_rank == 0
-    assert [job[rank].process.was_killed for rank in range(2)] == [False, False]
+    assert job.was_killed() == [False, False]
 
 
 def test_ranks_that_stay_are_killed(supervise: Supervise) -> None:
     """After the grace period, also the one that has failed."""
-    job = supervise(3)
-    job.begin()
+    job = supervise(3).begin()
     job[0].fail()
     assert job[2].receive() == STOP
     assert job.failure().global_rank == 0
-    assert [job[rank].process.was_killed for rank in range(3)] == [True] * 3
+    assert job.was_killed() == [True] * 3
 
 
 @pytest.fixture
@@ -56,8 +59,7 @@ def suspended() -> Iterator[int]:
 
 def test_a_suspended_process_is_killed_at_once(supervise: Supervise, suspended: int) -> None:
     """It would not react to STOP, so the grace period is no use."""
-    job = supervise(here=True, pid=suspended, grace_period_s=NEVER_S)
-    job.begin()
+    job = supervise(here=True, pid=suspended, grace_period_s=NEVER_S).begin()
     job[0].fail()
     job[0].send(Kind.LEFT)
     assert job.failure().global_rank == 0
@@ -77,18 +79,15 @@ def test_end_all_stops_and_waits(supervise: Supervise) -> None:
 
 def test_end_all_after_a_job(supervise: Supervise) -> None:
     """It waits for the ends of the processes, however the last job has ended."""
-    job = supervise()
-    job.begin(until_exit=False)
-    job.send_all(Kind.DONE)
-    job.supervisor.wait_job()
+    job = supervise().begin(until_exit=False)
+    job.succeed()
     job.supervisor.end_all()
     assert job.supervisor.all_ended()
 
 
 def test_end_all_by_a_signal(supervise: Supervise) -> None:
     """A thread that waits for the job then gets what the signal means; a later end does not hide that."""
-    job = supervise()
-    job.begin()
+    job = supervise().begin()
     job.supervisor.end_all(by=signal.SIGTERM)
     job.supervisor.end_all()
     with pytest.raises(SystemExit) as ended:
@@ -98,8 +97,7 @@ def test_end_all_by_a_signal(supervise: Supervise) -> None:
 
 def test_ctrl_c_while_ranks_are_ended(supervise: Supervise) -> None:
     """The rest of the grace period is left out."""
-    job = supervise(grace_period_s=NEVER_S)
-    job.begin()
+    job = supervise(grace_period_s=NEVER_S).begin()
 
     def interrupt() -> None:
         assert job[1].receive() == STOP
@@ -115,8 +113,7 @@ def test_ctrl_c_while_ranks_are_ended(supervise: Supervise) -> None:
 
 def test_closing_again_does_nothing(supervise: Supervise) -> None:
     """The thread has ended, and all descriptors are closed."""
-    job = supervise()
-    job.begin()
+    job = supervise().begin()
     job.supervisor.end_all()
     for _ in range(2):
         job.supervisor.close()
@@ -142,7 +139,7 @@ def test_a_checkpoint_is_waited_for(
         job[0].fail()
         wait_until(lambda: job[2].process.was_killed)
         threading.Event().wait(3 * SHORT_S)
-        assert [job[rank].process.was_killed for rank in range(3)] == [True, False, True]
+        assert job.was_killed() == [True, False, True]
         report_saving(False)
         assert job.failure().global_rank == 0
     assert job[1].process.was_killed
@@ -197,8 +194,7 @@ def test_a_teardown_that_hangs(supervise: Supervise, capfd: pytest.CaptureFixtur
         job.begin()
         assert job[1].receive() == STOP
         job[0].send(Kind.LEFT)
-        error = job.failure()
-    assert isinstance(error, WorkerTimedOutError)
+        error = job.failure_of(WorkerTimedOutError)
     assert (error.global_rank, error.missing) == (0, (1,))
     assert error.exception_type == "RendezvousTimeoutError"
     assert "a rank waited too long; stacks of global_rank=0" in capfd.readouterr().err
@@ -219,8 +215,7 @@ def test_stacks_after_a_time_out(
     supervise: Supervise, capfd: pytest.CaptureFixture[str], is_first: bool
 ) -> None:
     """They are written while the ranks still hang, not when they have been told to end."""
-    job = supervise(3, here=True, pid=os.getpid(), grace_period_s=NEVER_S)
-    job.begin()
+    job = supervise(3, here=True, pid=os.getpid(), grace_period_s=NEVER_S).begin()
     if not is_first:
         job[1].fail()
         assert job[2].receive() == STOP
@@ -276,8 +271,7 @@ def test_rank_zero_here_that_does_not_leave(
     text: str,
 ) -> None:
     """This process ends a while after the others, with the exit code of what has ended the job."""
-    job = supervise(3, here=True)
-    job.begin()
+    job = supervise(3, here=True).begin()
     end(job)
     wait_until_left(job)
     assert exits == [code]
@@ -291,8 +285,7 @@ def test_a_program_that_outlives_errors_goes_on(
 ) -> None:
     """A notebook's kernel is not ended for a rank 0 that is busy; the error is shown."""
     monkeypatch.setattr(supervisor, "is_hosted", lambda: True)
-    job = supervise(here=True)
-    job.begin()
+    job = supervise(here=True).begin()
     fail(job)
     wait_until_left(job)
     assert exits == []
@@ -318,8 +311,7 @@ def test_what_follows_from_the_end_of_a_job_is_not_shown(
     supervise: Supervise, exits: list[int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A rank that fails because the program ends its job does not decide on an exit code."""
-    job = supervise(here=True)
-    job.begin()
+    job = supervise(here=True).begin()
     with pytest.raises(KeyboardInterrupt), job.supervisor.handle_signals():
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
@@ -335,8 +327,7 @@ def test_ctrl_c_that_rank_zero_here_does_not_notice(
     supervise: Supervise, exits: list[int], is_noticed: bool
 ) -> None:
     """Its process ends where training was asked to stop, and was interrupted again, in a call in C."""
-    job = supervise(here=True)
-    job.begin()
+    job = supervise(here=True).begin()
     job[1].send(Kind.IN_LOOP, b"1")
     job[1].received()
     with pytest.raises(KeyboardInterrupt), job.supervisor.handle_signals():
@@ -355,8 +346,7 @@ def test_ctrl_c_that_rank_zero_here_does_not_notice(
 
 def test_a_defect_of_the_supervisor_ends_the_job(supervise: Supervise) -> None:
     """Its thread has ended: the ranks are killed, and `wait_job` and `end_all` do not wait for it."""
-    job = supervise(3, grace_period_s=NEVER_S)
-    job.begin()
+    job = supervise(3, grace_period_s=NEVER_S).begin()
     defect = OSError("no such child")
     job[1].process.wait_error = defect
     job[2].send(Kind.DONE)
@@ -366,7 +356,7 @@ def test_a_defect_of_the_supervisor_ends_the_job(supervise: Supervise) -> None:
     with pytest.raises(RuntimeError, match="a defect of rankwise") as raised:
         job.supervisor.wait_job()
     assert raised.value.__cause__ is defect
-    assert [job[rank].process.was_killed for rank in range(3)] == [True, True, False]
+    assert job.was_killed() == [True, True, False]
     assert job[0].process.is_reaped
     job.supervisor.end_all()
 
@@ -378,8 +368,7 @@ def test_a_defect_does_not_hide_a_failure(supervise: Supervise) -> None:
     def report(record: FailureRecord) -> None:
         raise defect
 
-    job = supervise(on_failure=report)
-    job.begin()
+    job = supervise(on_failure=report).begin()
     job[1].exit(3)
     error = job.failure()
     assert error.what() == "exited with code 3 before it had finished"

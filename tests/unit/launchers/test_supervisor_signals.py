@@ -10,9 +10,7 @@ import pytest
 from rankwise.launchers.channel import Kind
 from rankwise.processes import signals
 from rankwise.processes.signals import INTERRUPT_NOTICE, StoppedBySignal
-from tests.unit.launchers.supervised import NEVER_S, SHORT_S, Job, Supervise
-
-STOP = (Kind.STOP, b"")
+from tests.unit.launchers.supervised import NEVER_S, SHORT_S, STOP, Job, Supervise
 
 
 def asked(number: int) -> tuple[Kind, bytes]:
@@ -22,8 +20,7 @@ def asked(number: int) -> tuple[Kind, bytes]:
 
 def training(supervise: Supervise, **options: Any) -> Job:
     """Return a job whose last rank trains: it stops at a boundary when it is asked to."""
-    job = supervise(grace_period_s=NEVER_S, **options)
-    job.begin()
+    job = supervise(grace_period_s=NEVER_S, **options).begin()
     job[1].send(Kind.IN_LOOP, b"1")
     assert job[1].received() == []
     return job
@@ -38,8 +35,7 @@ def test_a_stop_signal_asks_one_rank_that_trains(supervise: Supervise, number: i
         assert job[1].receive() == asked(number)
         assert job[0].received() == []
         job.send_all(Kind.STOPPED, b"%d" % number)
-        job[0].exit(143)
-        job[1].exit(143)
+        job.exit_all(143)
         job.supervisor.wait_job()
     assert stopped.value.signal_number == number
 
@@ -47,8 +43,7 @@ def test_a_stop_signal_asks_one_rank_that_trains(supervise: Supervise, number: i
 @pytest.mark.parametrize("why", ["none trains", "it has left its loop", "it has ended"])
 def test_a_signal_ends_ranks_that_do_not_train(supervise: Supervise, why: str) -> None:
     """They come to no boundary: all get STOP at once, and the job ends by the signal."""
-    job = supervise(3, grace_period_s=NEVER_S)
-    job.begin()
+    job = supervise(3, grace_period_s=NEVER_S).begin()
     if why == "it has left its loop":
         job[1].send(Kind.IN_LOOP, b"1")
         job[1].send(Kind.IN_LOOP, b"0")
@@ -76,8 +71,7 @@ def test_a_signal_that_asks_nobody_to_stop(supervise: Supervise) -> None:
         with pytest.raises(SystemExit) as ended, job.supervisor.handle_signals():
             signal.raise_signal(signal.SIGHUP)
             assert job[1].receive() == STOP
-            job[0].exit()
-            job[1].exit()
+            job.exit_all()
             job.supervisor.wait_job()
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -164,8 +158,7 @@ def test_a_signal_that_came_too_late_is_raised(supervise: Supervise, number: int
     with pytest.raises(StoppedBySignal) as stopped, job.supervisor.handle_signals():
         signal.raise_signal(number)
         job.send_all(Kind.DONE)
-        job[0].exit()
-        job[1].exit()
+        job.exit_all()
         job.supervisor.wait_job()
     assert stopped.value.signal_number == number
     with job.supervisor.handle_signals():
@@ -213,8 +206,7 @@ def test_ranks_that_come_to_no_boundary(supervise: Supervise) -> None:
         signal.raise_signal(signal.SIGTERM)
         assert job[1].receive() == asked(signal.SIGTERM)
         assert job[1].receive() == STOP
-        job[0].exit()
-        job[1].exit()
+        job.exit_all()
         job.supervisor.wait_job()
     assert ended.value.code == 143
 

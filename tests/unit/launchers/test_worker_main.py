@@ -10,7 +10,7 @@ import pytest
 
 from rankwise.errors import RendezvousTimeoutError
 from rankwise.launchers import script_place, worker_main
-from rankwise.launchers.channel import Kind, frame
+from rankwise.launchers.channel import Kind
 from rankwise.launchers.context import WorkerContext, describe_context
 from rankwise.launchers.worker_main import InheritedContext, JobSpec, attach, run_worker
 from rankwise.processes.memory_file import owned_descriptor, pack, unpack
@@ -120,7 +120,7 @@ def release_when_done(ends: Ends) -> threading.Thread:
 
     def release() -> None:
         assert ends.receive() == (Kind.DONE, b"")
-        ends.ours.sendall(frame(Kind.OVER))
+        ends.send(Kind.OVER)
 
     thread = threading.Thread(target=release)
     thread.start()
@@ -173,7 +173,7 @@ def test_a_main_process_that_is_suspended_is_not_waited_for(
 
 def test_a_main_process_may_take_its_time(rerun: InheritedContext, ends: Ends) -> None:
     """One that is not suspended has no limit."""
-    timer = threading.Timer(4 * SHORT_S, ends.ours.sendall, [frame(Kind.OVER)])
+    timer = threading.Timer(4 * SHORT_S, ends.send, [Kind.OVER])
     timer.start()
     worker_main._wait_until_over(rerun.channel, timeout_s=SHORT_S)
     timer.join()
@@ -182,7 +182,7 @@ def test_a_main_process_may_take_its_time(rerun: InheritedContext, ends: Ends) -
 @pytest.mark.parametrize("what", ["is another file", "is closed"])
 def test_a_program_that_a_worker_has_started(ends: Ends, what: str) -> None:
     """It has the variable, but its descriptor of that number is not the channel: nothing happens."""
-    descriptor = os.dup(ends.ours.fileno())
+    descriptor = os.dup(ends.sock.fileno())
     files = {"channel": descriptor, "heartbeat": 0, "values": 0}
     description = describe_context(WorkerContext(RANKS), files)
     os.close(descriptor)
