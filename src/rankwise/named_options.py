@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from importlib.metadata import EntryPoint
@@ -11,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from rankwise.checks import check_is_a
 from rankwise.entry_points import installed, load, package_of
 from rankwise.errors import DuplicateNameError, InvalidTypeError, RankwiseError, UnknownNameError
+from rankwise.ranks import warn
 
 __all__ = ["NameTable", "split_options"]
 
@@ -102,16 +102,15 @@ class NameTable(ABC, Generic[Entry]):
         except RankwiseError as error:
             self._broken[point.name.lower()] = error
             if point.name.lower() != wanted:
-                warnings.warn(error.summary(), stacklevel=2)
+                warn(error.summary())
             return
         for name, entry in entries.items():
             if self._entries.get(name.lower()) == entry:
                 continue
             if name.lower() in before:
-                warnings.warn(
+                warn(
                     f"The entry point {point.name!r} of package {package_of(point)} is not used for the name "
                     f"{name!r}, which is registered already.",
-                    stacklevel=2,
                 )
             else:
                 self._entries[name.lower()] = entry

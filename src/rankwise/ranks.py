@@ -1,10 +1,11 @@
-"""`RankInfo`: the ranks of this process. Also sets the rank of lightning-utilities' `rank_zero_only`."""
+"""`RankInfo`: the ranks of this process. Also the rank of `rank_zero_only`, and `warn`."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -14,9 +15,12 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, r
 
 from rankwise.errors import InvalidArgumentError
 
-__all__ = ["RankInfo", "rank_zero_info", "rank_zero_only", "rank_zero_warn"]
+__all__ = ["RankInfo", "rank_zero_info", "rank_zero_only", "rank_zero_warn", "warn"]
 
 _RANK_ZERO = rank_zero_only.__module__
+_LIBRARIES = frozenset(
+    ("rankwise", "lightning_utilities", "lightning", "pytorch_lightning", "torch", *sys.stdlib_module_names)
+)
 # The code of functions that run a rank. Frames further out, as those around a fork, are not the rank's own.
 # By identity, as Python 3.12 hashes all instructions of a code object.
 _entries: dict[int, CodeType] = {}
@@ -127,3 +131,20 @@ def is_in_rank_zero_section() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def warn(text: str) -> None:
+    """Emit a `UserWarning` at the innermost line outside of libraries: the one that its reader can change."""
+    frame = sys._getframe(1)
+    while _is_in_a_library(frame) and frame.f_back is not None:
+        frame = frame.f_back
+    place = frame.f_globals
+    registry = place.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(
+        text, UserWarning, frame.f_code.co_filename, frame.f_lineno, place.get("__name__"), registry
+    )
+
+
+def _is_in_a_library(frame: FrameType) -> bool:
+    name: str = frame.f_globals.get("__name__", "")
+    return name.partition(".")[0] in _LIBRARIES

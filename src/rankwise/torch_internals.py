@@ -7,7 +7,6 @@ before any process starts; for everything else the table says what happens.
 from __future__ import annotations
 
 import importlib
-import warnings
 from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple, final
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple, final
 import torch
 
 from rankwise.errors import ConfigurationError
+from rankwise.ranks import warn
 
 OLDEST, NEWEST = "2.6", "2.15"
 """The versions of torch that rankwise is tested with, both inclusive."""
@@ -134,10 +134,9 @@ def check_torch(used_for: str) -> None:
             remedy=f"pip install 'torch~={NEWEST}.0', or use a newer rankwise.",
         )
     if _minor(torch.__version__) > _minor(NEWEST):
-        warnings.warn(
+        warn(
             f"torch {torch.__version__} is newer than the versions that rankwise is tested with ({OLDEST} to "
             f"{NEWEST}); it has what rankwise uses.",
-            stacklevel=3,
         )
 
 

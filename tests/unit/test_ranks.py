@@ -2,11 +2,17 @@
 
 import dataclasses
 import pickle
+import warnings
+from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from rankwise import Trainer, TrainingModule
 from rankwise.errors import InvalidArgumentError
-from rankwise.ranks import RankInfo, rank_zero_only, set_rank_zero_only
+from rankwise.ranks import RankInfo, rank_zero_only, set_rank_zero_only, warn
 
 THIRD_OF_FOUR = RankInfo(2, 0, 1, world_size=4, local_world_size=2, num_nodes=2)
 
@@ -89,3 +95,35 @@ def test_rank_zero_only_reads_the_environment(
         monkeypatch.setenv(name, value)
     before = set_rank_zero_only(None)
     assert set_rank_zero_only(before) == rank
+
+
+class Untrained(TrainingModule):
+    """Has no optimizer, and a step that warns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def configure_optimizers(self) -> None:
+        """Train nothing."""
+
+    def training_step(self, batch: object, batch_idx: int) -> None:
+        """Warn as a library that this calls would."""
+        rank_zero_only(warn)("in a hook")
+
+
+def test_warnings_name_the_users_line() -> None:
+    """Not rankwise's, nor that of torch or of a decorator between: the call of fit, or the line in a hook."""
+    trainer = Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Untrained(), DataLoader(TensorDataset(torch.ones(1))))
+    lines = Path(__file__).read_text().splitlines()
+    places = {str(each.message): (each.filename, lines[each.lineno - 1].strip()) for each in caught}
+    assert places == {
+        "Untrained.configure_optimizers() returned no optimizer: nothing is trained.": (
+            __file__,
+            "trainer.fit(Untrained(), DataLoader(TensorDataset(torch.ones(1))))",
+        ),
+        "in a hook": (__file__, 'rank_zero_only(warn)("in a hook")'),
+    }

@@ -6,7 +6,6 @@ import copy
 import logging
 import math
 import tempfile
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
@@ -18,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from rankwise.callbacks.base import Callback, PreparingCallback
 from rankwise.checks import check_installed, check_minimum, check_value
 from rankwise.errors import ConfigurationError, text_of
-from rankwise.ranks import rank_zero_only
+from rankwise.ranks import rank_zero_only, warn
 from rankwise.seed import get_random_state, set_random_state
 
 if TYPE_CHECKING:
@@ -328,4 +327,4 @@ def _copy_of(module: TrainingModule) -> TrainingModule:
 
 @rank_zero_only
 def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=4)
+    warn(text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, final
@@ -13,6 +12,7 @@ import torch
 from rankwise.callbacks.base import Callback
 from rankwise.checks import check_callable, check_choice, check_installed, check_minimum
 from rankwise.errors import ConfigurationError
+from rankwise.ranks import warn
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -162,9 +162,8 @@ class LearningRateMonitor(LoggingCallback):
             not {"momentum", "betas"}.isdisjoint(optimizer.defaults) for optimizer in trainer.optimizers
         ]
         if self.log_momentum and not all(has_momentum) and trainer.is_global_zero:
-            warnings.warn(
+            warn(
                 "LearningRateMonitor(log_momentum=True) logs 0 for the optimizers that have no momentum.",
-                stacklevel=2,
             )
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -13,6 +12,7 @@ from rankwise.callbacks.base import Callback
 from rankwise.callbacks.weight_averaging import broadcast_buffers, check_same_weights, copy_tensors
 from rankwise.checks import check_choice, check_minimum
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError
+from rankwise.ranks import warn
 
 if TYPE_CHECKING:
     from torch.optim.swa_utils import SWALR, AveragedModel
@@ -131,10 +131,9 @@ class StochasticWeightAveraging(Callback):
             )
         has_batch_norm = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
         if has_batch_norm and trainer.is_global_zero:
-            warnings.warn(
+            warn(
                 "StochasticWeightAveraging averages the statistics of batch normalisation like weights. For "
                 "exact ones call torch.optim.swa_utils.update_bn(loader, module) after fit.",
-                stacklevel=2,
             )
         if loaded:
             average, scheduler = self._begin(trainer, module)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 
 from rankwise.environments.base import ClusterEnvironment, is_set, whole_number
 from rankwise.errors import EnvironmentVariableError
+from rankwise.ranks import warn
 
 _SIZES, _RANKS = ("world_size", "num_nodes"), ("global_rank", "node_rank")
 
@@ -44,11 +44,10 @@ def check_is_alone(candidates: Sequence[type[ClusterEnvironment]], environ: Mapp
         nearest = min(reversed(of_several), key=lambda cls: len(cls.missing(environ)))
         raise nearest(environ).error_of_missing()
     if names := dict.fromkeys(name for found in sizes.values() for name in found):
-        warnings.warn(
+        warn(
             f"{', '.join(f'{name}={environ[name]}' for name in names)} is set, which means several processes "
             "or nodes, but no launcher's variables are complete: this process trains alone. If this is "
             "intended, set RANKWISE_ENVIRONMENT=local.",
-            stacklevel=3,
         )
 
 

@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice, repeat
 from typing import ClassVar, TypeVar, final
@@ -14,7 +13,7 @@ from typing import ClassVar, TypeVar, final
 from rankwise.environments.base import ClusterEnvironment, is_set, whole_number
 from rankwise.environments.mpi import MPIEnvironment
 from rankwise.errors import InvalidArgumentError
-from rankwise.ranks import RankInfo
+from rankwise.ranks import RankInfo, warn
 
 T = TypeVar("T")
 
@@ -149,7 +148,7 @@ class SlurmEnvironment(ClusterEnvironment):
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=_REQUEUE_TIMEOUT_S)
         except (OSError, subprocess.SubprocessError) as error:
             message = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""
-            warnings.warn(f"scontrol requeue {job} failed: {message.strip() or error}", stacklevel=2)
+            warn(f"scontrol requeue {job} failed: {message.strip() or error}")
 
     def _node_names(self) -> list[str]:
         return self._expanded("SLURM_STEP_NODELIST", expand_node_list)
@@ -187,11 +186,10 @@ def warn_of_unused_tasks(environ: Mapping[str, str], world_size: int) -> None:
     counts = [environ.get(name, "") for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES")]
     tasks = max(whole_number(count.strip()) or 0 for count in counts)
     if tasks > world_size and is_set("SLURM_JOB_ID", environ) and shutil.which("srun") is not None:
-        warnings.warn(
+        warn(
             f"Slurm job {environ['SLURM_JOB_ID']} has {tasks} tasks, but srun has not started this process: "
             f"the number of processes that train is {world_size}. To train on all tasks, put srun before the "
             "command. If this is intended, set RANKWISE_ENVIRONMENT=local.",
-            stacklevel=2,
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator
 from typing import Any, final
 
@@ -20,6 +19,7 @@ from rankwise.data.batches import (
 from rankwise.data.sampler import length_of
 from rankwise.data.sharding import is_split_for_one_rank
 from rankwise.errors import ConfigurationError
+from rankwise.ranks import warn
 from rankwise.strategies import Strategy
 from rankwise.strategies.data_split import agree_on_loaders, check_same_order, replica_of
 
@@ -113,8 +113,7 @@ def _warn_of_repeated_samples(loader: DataLoader[Any]) -> None:
         return
     length, ranks = len(sampler.sampler), sampler.num_replicas
     if length % ranks:
-        warnings.warn(
+        warn(
             f"{-length % ranks} of {length} samples are read twice, so that all {ranks} ranks have as many. "
             "To evaluate on each sample once: fabric.setup_dataloaders(loader, each_sample_once=True).",
-            stacklevel=2,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 import weakref
 from collections.abc import Container, Mapping
 from contextlib import suppress
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.errors import UnusedParametersError, text_of
+from rankwise.ranks import warn
 from rankwise.stores.tcp import default_store
 from rankwise.stores.values import read_value
 
@@ -134,11 +134,10 @@ class UnusedParameterMonitor:
         dist.all_reduce(found, group=wrapped.process_group)
         if float(found) == 0 and dist.get_rank(wrapped.process_group) == 0:
             number = len(reduced_names(wrapped))
-            warnings.warn(
+            warn(
                 f"find_unused_parameters=True found no unused parameter in {self._num_reductions} "
                 f"reductions on any rank. It cost: {self._num_reductions} searches of the graph for "
                 f"{number} parameters, and {self._num_reductions} more all-reduces, of {number} flags each; "
                 f"{self._num_extra} of the reductions were not the last of their step. Leave it out if every "
                 "later step uses the whole model.",
-                stacklevel=2,
             )

@@ -14,7 +14,7 @@ from rankwise.checks import check_installed
 from rankwise.loggers.base import RunFolderLogger, rank_zero_experiment
 from rankwise.loggers.values import HyperParameters, flat_parameters, image_array, numbers
 from rankwise.nested import to_device
-from rankwise.ranks import rank_zero_only
+from rankwise.ranks import rank_zero_only, warn
 
 
 @final
@@ -117,10 +117,9 @@ class TensorBoardLogger(RunFolderLogger):
             return
         inputs = getattr(model, "example_input_array", None) if input_array is None else input_array
         if inputs is None:
-            warnings.warn(
+            warn(
                 f"TensorBoardLogger(log_graph=True) writes no graph: {type(model).__name__} has no "
                 "example_input_array. Set self.example_input_array to the arguments of its forward().",
-                stacklevel=2,
             )
             return
         device = next((parameter.device for parameter in model.parameters()), "cpu")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import threading
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any, final
 import torch.distributed as dist
 
 from rankwise.errors import ProcessGroupError
+from rankwise.ranks import warn
 
 # Arguments of `init_process_group` that say how to create a group; this group exists already.
 _OF_RENDEZVOUS = ("backend", "init_method", "rank", "world_size", "store", "group_name", "device_id")
@@ -79,11 +79,10 @@ def create_or_join(*args: Any, **kwargs: Any) -> None:
     }
     _check(given)
     if unused := [name for name in given if name not in _OF_RENDEZVOUS]:
-        warnings.warn(
+        warn(
             f"init_process_group() joins the job's process group, which cannot take {', '.join(unused)}. "
             "Pass timeout= to the strategy, or leave the group to the program: "
             "strategy.launch(function, init_process_group=False).",
-            stacklevel=5,
         )
     count_joined()
 

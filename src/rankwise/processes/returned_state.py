@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from functools import partial
@@ -29,6 +28,7 @@ from rankwise.processes.memory_file import (
     sent_by_name,
 )
 from rankwise.processes.parametrized_modules import kind_of, set_kind
+from rankwise.ranks import warn
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_trainer", "_compiled_call_impl"}
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -160,10 +160,9 @@ class _NotReturned:
 
     def __exit__(self, *exc_info: object) -> None:
         if self._reasons:
-            warnings.warn(
+            warn(
                 "These parts of what a worker process has trained cannot be returned to the calling process, "
                 f"where they stay as they are: {'; '.join(self._reasons)}.",
-                stacklevel=2,
             )
 
     def unless(self, name: str, value: Any, give: Callable[[Any], object]) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,6 +26,7 @@ from rankwise.compatibility.names import TRAINER_ARGUMENTS
 from rankwise.errors import ConfigurationError, InvalidArgumentError, UnknownArgumentError
 from rankwise.loggers import Logger
 from rankwise.paths import absolute_path
+from rankwise.ranks import warn
 from rankwise.strategies import DDPStrategy
 
 P = ParamSpec("P")
@@ -216,7 +216,7 @@ def barebones_options(given: Mapping[str, Any]) -> dict[str, Any]:
                 facts="barebones measures the training loop alone, without what is logged, saved or shown.",
                 remedy="keep one of them.",
             )
-    warnings.warn("barebones=True: self.log() has no effect, and nothing is saved or shown.", stacklevel=4)
+    warn("barebones=True: self.log() has no effect, and nothing is saved or shown.")
     off = {name: accepted[-1] for name, accepted in _BAREBONES.items()}
     return {**given, **off, "log_every_n_steps": None}
 

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import logging
 import os
-import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -154,11 +153,10 @@ class CheckpointFiles:
             which = "as the last stage left them" if best is None else f"of {best.best_model_path}"
             ranks.rank_zero_only(_log.info)("%s() without a model uses the weights %s.", stage, which)
         elif self._strategy.is_global_zero:
-            warnings.warn(
+            ranks.warn(
                 f"{stage}() without a model uses the weights that are the best by {best.monitor!r}, of "
                 f"{best.best_model_path}. For the last ones pass the model; to silence this pass "
                 f'ckpt_path="best".',
-                stacklevel=2,
             )
         return None if best is None else best.best_model_path
 
@@ -256,11 +254,10 @@ def check_hyper_parameters(context: LoopContext, datamodule: HyperparametersMixi
 def _warn_of_left_out(kind: str, left_out: dict[str, Any]) -> None:
     described = ", ".join(f"{name} ({type(value).__name__})" for name, value in left_out.items())
     keywords = ", ".join(f"{name}=..." for name in left_out)
-    ranks.rank_zero_only(warnings.warn)(
+    ranks.rank_zero_only(ranks.warn)(
         f"Checkpoints will not have the hyperparameters {described}, which do not load with "
         f"weights_only=True. {kind}.load_from_checkpoint(path, {keywords}) needs them. To leave them out of "
         f"hparams, too: self.save_hyperparameters(ignore={[*left_out]}).",
-        stacklevel=3,
     )
 
 
@@ -495,10 +492,9 @@ def _restore_from_lightning(context: LoopContext, saved: LightningState) -> None
             reraise_from_handler(error)
             raise CheckpointError(path=saved.path, problem=f"does not fit the optimizers: {error}") from None
     if saved.left_out and context.strategy.is_global_zero:
-        warnings.warn(
+        ranks.warn(
             f"{saved.path} is a Lightning checkpoint. Weights, optimizers, schedulers and counters are "
             f"restored, but not {', and not '.join(saved.left_out)}.",
-            stacklevel=2,
         )
 
 
@@ -516,10 +512,9 @@ def _restore_callbacks(context: LoopContext, states: dict[str, Any], path: str) 
     if not any(isinstance(callback, ModelCheckpoint) for callback in context.callbacks):
         gone = [key for key in gone if not key.startswith(ModelCheckpoint.__name__)]  # saves none on purpose
     if gone and is_fit and context.strategy.is_global_zero:
-        warnings.warn(
+        ranks.warn(
             f"The checkpoint has the state of callbacks that this trainer does not have: {', '.join(gone)}. "
             "It is not restored. To continue with them, give the trainer callbacks with the same arguments.",
-            stacklevel=2,
         )
 
 

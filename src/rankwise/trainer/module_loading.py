@@ -7,7 +7,6 @@ import csv
 import inspect
 import json
 import os
-import warnings
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -222,10 +221,9 @@ def warn_of_different_weights(
 ) -> None:
     """Warn on rank 0 of the names that only the module has (`missing`), and that only a file has."""
     if missing or unexpected:
-        ranks.rank_zero_only(warnings.warn)(
+        ranks.rank_zero_only(ranks.warn)(
             f"{path} and {type(module).__name__} have different weights. Only the module has {missing}, and "
             f"only the file has {unexpected}.",
-            stacklevel=5,
         )
 
 

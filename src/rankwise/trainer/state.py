@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, final
 
 from rankwise.errors import LifecycleError
+from rankwise.ranks import warn
 from rankwise.seed import RandomStreams, mixed_seed, seed_process
 
 if TYPE_CHECKING:
@@ -436,9 +436,8 @@ class LoopContext:
                 else "change the limits of EarlyStopping or max_time, which stopped training, or remove them"
             )
             options, progress = self.options, self.state.progress
-            warnings.warn(
+            warn(
                 f"Nothing to train: epoch {progress.current_epoch} of max_epochs={options.max_epochs}, step "
                 f"{progress.global_step} of max_steps={options.max_steps}. To continue, {remedy}.",
-                stacklevel=3,
             )
         return is_done

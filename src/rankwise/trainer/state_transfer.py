@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
@@ -17,6 +16,7 @@ from rankwise.loggers import Logger
 from rankwise.nested import to_device
 from rankwise.process_group.after_failure import is_after_failure
 from rankwise.processes.returned_state import KnownToCaller, ReturnedState, StateBefore, captured
+from rankwise.ranks import warn
 from rankwise.seed import set_random_state
 from rankwise.trainer.metrics.metric_objects import (
     merged,
@@ -225,9 +225,7 @@ class RankState:
             )
         found = {name for share in shares for states in share for name in states}
         if (lost := sorted(found - metrics.keys())) and self._strategy.is_global_zero:
-            warnings.warn(
-                f"{self._source} has states of metric objects that the module has not: {lost}.", stacklevel=2
-            )
+            warn(f"{self._source} has states of metric objects that the module has not: {lost}.")
         set_states(metrics, merged(metrics, shares[self._strategy.global_rank]))
 
     def results(self) -> Results:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from itertools import islice
@@ -37,6 +36,7 @@ from rankwise.data.sharding import (
 )
 from rankwise.errors import ConfigurationError
 from rankwise.process_group.collectives import ALONE
+from rankwise.ranks import warn
 from rankwise.strategies.data_split import replica_of
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ def _without_shuffling(loader: Any, phase: str, strategy: Strategy) -> Any:
             "of two epochs may differ."
         )
     if problem and strategy.is_global_zero:
-        warnings.warn(problem, stacklevel=2)
+        warn(problem)
     return ordered
 
 
@@ -295,7 +295,7 @@ def warn_if_empty(strategy: Strategy, phase: str, loaders: list[Any]) -> None:
     """
     is_refused = phase == "train" and len(loaders) > 1
     if strategy.is_global_zero and not is_refused and any(length_of(loader) == 0 for loader in loaders):
-        warnings.warn(f"The {PHASE_NAMES[phase]} loader is empty: its length is 0.", stacklevel=2)
+        warn(f"The {PHASE_NAMES[phase]} loader is empty: its length is 0.")
 
 
 def check_can_be_gathered(shards: list[LoaderShard], world_size: int) -> None:

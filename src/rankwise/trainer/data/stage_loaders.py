@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any, final
 
 from torch.utils.data import DataLoader
 
 from rankwise.checks import check_is_a, lightning_base
 from rankwise.errors import ConfigurationError, InvalidTypeError
+from rankwise.ranks import warn
 from rankwise.seed import isolated_random_state, mixed_seed
 from rankwise.strategies.data_split import agree_on_loaders
 from rankwise.trainer.data.data_hooks import TRANSFER_HOOKS, is_own, undefined
@@ -169,8 +169,7 @@ def _warn_of_hidden(module: TrainingModule, datamodule: DataModule, loaders: lis
         name for name in TRANSFER_HOOKS if is_defined(module, name) and is_own(datamodule, DataModule, name)
     ]
     if names:
-        warnings.warn(
+        warn(
             f"Of {type(module).__name__} these methods are not called, as there is a data module: "
             f"{', '.join(names)}. Keep them in {type(datamodule).__name__} only.",
-            stacklevel=6,
         )

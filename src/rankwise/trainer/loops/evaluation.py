@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from rankwise.monitoring.heartbeat import report_phase
 from rankwise.nested import to_device
 from rankwise.process_group.collectives import ranks_of
 from rankwise.process_group.interception import Call, own_calls_intercepted
+from rankwise.ranks import warn
 from rankwise.strategies.data_split import check_same_order
 from rankwise.trainer.data.batch_transfer import BatchTransfer
 from rankwise.trainer.data.loader_shard import PHASE_NAMES, limited
@@ -179,7 +179,7 @@ class EvaluationLoop:
         outputs = [output for of_loader in own for output in of_loader]
         if outputs and strategy.is_global_zero and all(output is None for output in outputs):
             name = type(self.context.module).__name__
-            warnings.warn(f"{name}.predict_step() returned None for every batch.", stacklevel=2)
+            warn(f"{name}.predict_step() returned None for every batch.")
         return predictions[0] if len(predictions) == 1 else predictions
 
     def predict_only(self) -> list[Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, final
 
 from rankwise.data.sampler import length_of
 from rankwise.gradient_sync.parameters import share_buffers, shares_buffers
 from rankwise.monitoring.heartbeat import report_phase
+from rankwise.ranks import warn
 from rankwise.stores.waiting import StoreCounter
 from rankwise.strategies.data_split import check_same_order
 from rankwise.trainer.consistency import check_unowned, compare_before_epoch, compare_ranks
@@ -307,8 +307,7 @@ def _warn_of_evaluation_mode(context: LoopContext) -> None:
     """Warn on rank 0 of modules in evaluation mode, which training keeps as they are."""
     names = [name or "the module" for name, module in context.module.named_modules() if not module.training]
     if names and context.strategy.is_global_zero:
-        warnings.warn(
+        warn(
             f"Training begins with modules in evaluation mode, which it does not change ({len(names)}): "
             f"{names[0]}{', ...' if len(names) > 1 else ''}. Call train() on those that should be trained.",
-            stacklevel=2,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from rankwise.checks import check_choice, check_keywords, check_minimum
 from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.gradient_sync.parameters import ParametersOf, parameters_of
 from rankwise.precision import configured_optimizers
+from rankwise.ranks import warn
 from rankwise.trainer.module import is_defined
 
 if TYPE_CHECKING:
@@ -137,9 +137,8 @@ def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerCo
 def _warn_of_none(module: TrainingModule) -> None:
     """Warn, as Lightning does, that nothing trains the module; by hand it may have optimizers of its own."""
     if module.automatic_optimization and any(each.requires_grad for each in module.parameters()):
-        warnings.warn(
+        warn(
             f"{type(module).__name__}.configure_optimizers() returned no optimizer: nothing is trained.",
-            stacklevel=2,
         )
 
 

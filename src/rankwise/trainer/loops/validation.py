@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, final
 
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync.parameters import share_buffers
+from rankwise.ranks import warn
 from rankwise.seed import get_random_state, isolated_random_state, mixed_seed, set_random_state
 from rankwise.trainer.data.loader_shard import LoaderShard, must_reload
 from rankwise.trainer.loops.evaluation import EvaluationLoop
@@ -194,10 +194,9 @@ def _warn_if_never(context: LoopContext) -> None:
     """Warn on rank 0 if no epoch will be validated; a later fit, with a higher limit, may reach one."""
     interval, limit = context.options.check_val_every_n_epoch, context.options.epoch_limit
     if interval is not None and 0 <= limit < interval and context.strategy.is_global_zero:
-        warnings.warn(
+        warn(
             f"Validation never runs: check_val_every_n_epoch={interval} is more than max_epochs={limit}. "
             "Choose fewer epochs; for no validation limit_val_batches=0.",
-            stacklevel=2,
         )
 
 
@@ -207,8 +206,7 @@ def _warn_of_none(context: LoopContext) -> None:
     is_per_epoch = context.options.check_val_every_n_epoch is not None
     is_late = is_per_epoch and isinstance(interval, int) and batches < interval
     if is_late and context.strategy.is_global_zero:
-        warnings.warn(
+        warn(
             f"An epoch has ended without validation: it had {batches} batches, and val_check_interval="
             f"{interval}. Choose fewer, or 1.0 for the end of each epoch.",
-            stacklevel=2,
         )

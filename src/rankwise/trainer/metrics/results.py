@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from typing_extensions import Self
 
 from rankwise.errors import ConfigurationError, LifecycleError
 from rankwise.nested import to_device
+from rankwise.ranks import warn
 from rankwise.trainer.metrics.metric_objects import (
     Metrics,
     States,
@@ -575,7 +575,7 @@ def _say_no_step_value(name: str, metric: Any, options: Options) -> None:
             facts=f"on_step=True, on_epoch=False, and its forward was not called: {options}.",
             remedy=f"{remedy}.",
         )
-    warnings.warn(f"log({name!r}, on_step=True) has no value of this step: {remedy}.", stacklevel=4)
+    warn(f"log({name!r}, on_step=True) has no value of this step: {remedy}.")
 
 
 def _late_error(name: str) -> LifecycleError:
