@@ -1,5 +1,6 @@
 """A real Slurm cluster of two nodes: srun, sbatch, arrays, allocations, unequal tasks, submitit."""
 
+import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from tests.cluster.conftest import need
 from tests.cluster.digits import BRIEF, DIGITS, check_digits, check_doctor
 from tests.cluster.hosts import wait_until
 from tests.cluster.slurm import SlurmCluster
+from tests.helpers import processes
 from tests.helpers.scripts import ScriptResult, ScriptRunner
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(220)]
@@ -40,7 +42,10 @@ class User:
     def submit(self, script: Path, *options: str, arguments: Sequence[str] = BRIEF) -> str:
         """Submit a job script, and return the job's id."""
         output = f"--output={self.folder}/%x-%A-%a.out"
-        submitted = self.run("sbatch", "--parsable", output, *options, str(script), *arguments)
+        # The job inherits the environment: its processes belong to the test, not to sbatch, which has ended.
+        marker = f"{processes.MARKER}={os.environ[processes.MARKER]}"
+        command = ("env", marker, "sbatch", "--parsable", output, *options, str(script), *arguments)
+        submitted = self.run(*command)
         assert submitted.returncode == 0, submitted
         return submitted.stdout.strip()
 
