@@ -32,6 +32,7 @@ from rankwise.errors import (
 from rankwise.ranks import RankInfo, rank_zero_only
 from rankwise.strategies import DDPStrategy, SingleDeviceStrategy
 from rankwise.testing import check_environment
+from tests.unit.environments.variables import shell_variables
 
 Variables = Mapping[str, str]
 
@@ -63,35 +64,30 @@ class OwnNodes(NodesEnvironment):
     }
 
 
-def variables_of(text: str) -> Variables:
-    """Return the variables that stand in a text as in a shell, without spaces in their values."""
-    return dict(word.split("=", 1) for word in text.split())
-
-
-TORCHRUN = variables_of("""
+TORCHRUN = shell_variables("""
     TORCHELASTIC_RUN_ID=none RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 GROUP_RANK=1
     GROUP_WORLD_SIZE=2 MASTER_ADDR=node0 MASTER_PORT=29400
 """)
-PLAIN = variables_of("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=10.0.0.1 MASTER_PORT=5000")
-OWN = variables_of("""
+PLAIN = shell_variables("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=10.0.0.1 MASTER_PORT=5000")
+OWN = shell_variables("""
     OWN_JOB=17 OWN_RANK=3 OWN_SIZE=4 OWN_LOCAL_RANK=1 OWN_LOCAL_SIZE=2 OWN_HEAD=head OWN_PORT=1
 """)
-SLURM = variables_of("""
+SLURM = shell_variables("""
     SLURM_STEP_ID=0 SLURM_PROCID=3 SLURM_STEP_NUM_TASKS=4 SLURM_LOCALID=1 SLURM_NODEID=1
     SLURM_STEP_NUM_NODES=2 SLURM_JOB_ID=1042 SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_STEP_NODELIST=gpu[07-08]
 """)
-LSF = variables_of("""
+LSF = shell_variables("""
     JSM_NAMESPACE_RANK=3 JSM_NAMESPACE_SIZE=4 JSM_NAMESPACE_LOCAL_RANK=1 JSM_NAMESPACE_LOCAL_SIZE=2
     LSB_JOBID=77
 """)
-OPEN_MPI = variables_of("""
+OPEN_MPI = shell_variables("""
     OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2
 """)
-PALS = variables_of("PALS_RANKID=3 PMI_SIZE=4 PALS_LOCAL_RANKID=1 PMI_LOCAL_SIZE=2 PALS_NODEID=1")
-KUBEFLOW = variables_of("""
+PALS = shell_variables("PALS_RANKID=3 PMI_SIZE=4 PALS_LOCAL_RANKID=1 PMI_LOCAL_SIZE=2 PALS_NODEID=1")
+KUBEFLOW = shell_variables("""
     KUBERNETES_SERVICE_HOST=10.96.0.1 RANK=1 WORLD_SIZE=2 MASTER_ADDR=job-master-0 MASTER_PORT=23456
 """)
-TRAIN_JOB = variables_of("""
+TRAIN_JOB = shell_variables("""
     PET_NODE_RANK=1 PET_NNODES=2 PET_MASTER_ADDR=job-node-0-0.job PET_MASTER_PORT=29400
 """)
 SKYPILOT = {
@@ -99,8 +95,8 @@ SKYPILOT = {
     "SKYPILOT_NUM_NODES": "2",
     "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
 }
-OWN_NODES = variables_of("BN_NODE=1 BN_NODES=2 BN_HEAD=10.0.0.1 BN_PORT=5000")
-NODES = variables_of("NODE_RANK=1 MASTER_ADDR=10.0.0.1 MASTER_PORT=5000")
+OWN_NODES = shell_variables("BN_NODE=1 BN_NODES=2 BN_HEAD=10.0.0.1 BN_PORT=5000")
+NODES = shell_variables("NODE_RANK=1 MASTER_ADDR=10.0.0.1 MASTER_PORT=5000")
 OF_FOUR, OF_TWO_NODES = RankInfo(3, 1, 1, 4, 2, 2), RankInfo(1, 0, 1, 2, 1, 2)
 JOB_PORT = 20000 + 1042 * 31 % 12000
 CASES: list[tuple[type[ClusterEnvironment], Variables, RankInfo, tuple[str, int] | None]] = [
@@ -197,8 +193,8 @@ CONTRADICTIONS: dict[type[ClusterEnvironment], tuple[str, ...]] = {
 def test_contradictions_are_refused(cls: type[ClusterEnvironment], changes: str) -> None:
     """Contradicting numbers are an error with the variables and their values."""
     with pytest.raises(EnvironmentVariableError) as caught:
-        cls.detect({**GOOD[cls], **variables_of(changes)})
-    for name, value in variables_of(changes).items():
+        cls.detect({**GOOD[cls], **shell_variables(changes)})
+    for name, value in shell_variables(changes).items():
         assert name in str(caught.value)
         assert value in str(caught.value)
 
