@@ -1,4 +1,4 @@
-"""`RankInfo`: the ranks of this process. Also the rank of `rank_zero_only`, and `warn`."""
+"""`RankInfo`: the ranks of this process. Also the rank of `rank_zero_only`, and warnings."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rankwise.errors import InvalidArgumentError
 __all__ = ["RankInfo", "rank_zero_info", "rank_zero_only", "rank_zero_warn", "warn"]
 
 _RANK_ZERO = rank_zero_only.__module__
+# Packages whose lines a user does not change, so that no warning names them.
 _LIBRARIES = frozenset(
     ("rankwise", "lightning_utilities", "lightning", "pytorch_lightning", "torch", *sys.stdlib_module_names)
 )

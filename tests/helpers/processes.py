@@ -174,7 +174,8 @@ def _is_forked_from_here(entry: _Entry) -> bool:
         maps = _read(f"/proc/{entry.pid}/maps")
     except OSError:
         return False
-    is_forked = f"/memfd:{_fork_marker()[0]}".encode() in maps
+    marker, _ = _fork_marker()
+    is_forked = f"/memfd:{marker}".encode() in maps
     if maps and not is_forked:  # empty: it has ended, or is about to run another program
         _not_forked_from_here.add(entry)
     return is_forked
@@ -193,7 +194,7 @@ def _read(path: str) -> bytes:
 
 @functools.cache
 def _fork_marker() -> tuple[str, mmap.mmap]:
-    """Map a page that children inherit over a fork, and lose when they run another program."""
+    """Map a page that children inherit over a fork, and lose with another program; return its name."""
     name = f"rankwise-tests-{os.getpid()}-{secrets.token_hex(4)}"
     descriptor = os.memfd_create(name)
     os.ftruncate(descriptor, mmap.PAGESIZE)
