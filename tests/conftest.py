@@ -30,7 +30,7 @@ TORCH_VERSIONS = (
 
 SLOW_FOLDERS = ("process", "docs", "programs", "fuzz")
 """Their tests are of the tier `full`, if they have neither the marker `quick` nor `soak`."""
-NEW_INTERPRETERS = ("spawn", "elastic", "popen", "torchrun")
+NEW_INTERPRETERS = ("spawn", "forkserver", "elastic", "popen", "torchrun")
 """Words in parameters of tests whose ranks import torch, which takes seconds: of the tier `full`, too."""
 
 

@@ -8,6 +8,8 @@ import pytest
 from tests.helpers.needs import need_installed
 from tests.helpers.scripts import ScriptRunner
 
+pytestmark = pytest.mark.frameworks
+
 PAGE = (Path(__file__).parents[2] / "docs" / "keep_your_framework.md").read_text()
 PROGRAMS = {
     heading: code[1]

@@ -59,6 +59,11 @@ class Module:
         """The parsed source."""
         return ast.parse(self.text, str(self.path))
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All that the parsed source consists of."""
+        return list(ast.walk(self.tree))
+
     @property
     def is_package(self) -> bool:
         """Whether this is a folder's `__init__.py`."""
@@ -101,13 +106,13 @@ def imports_of(module: Module, modules: Mapping[str, Module]) -> set[str]:
 
     `HOOK_TYPES` do not count where `HAVE_HOOKS` import them for types.
     """
-    runs = set(_nodes(module.tree, for_types=False))
     exempt = _hook_types(module)
+    runs = set(_nodes(module.tree, for_types=False)) if exempt else set()
     found = {
         _existing(name, modules)
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         for name in _imported_names(node, module)
-        if node in runs or name not in exempt
+        if name not in exempt or node in runs
     }
     return found - {"", module.name}
 
@@ -174,7 +179,7 @@ def modules_in_strings(modules: Mapping[str, Module], tables: Mapping[str, str])
     for module in modules.values():
         table = [node for node in module.tree.body if _assigns(node, tables.get(module.name, ""))]
         in_table = {node for statement in table for node in ast.walk(statement)}
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and "." in node.value:
                 is_module = node.value in modules
                 if is_module != (node in in_table):
@@ -241,7 +246,7 @@ def bare_asserts(modules: Mapping[str, Module]) -> list[str]:
 
 
 def _walk(modules: Mapping[str, Module]) -> Iterator[tuple[Module, ast.AST]]:
-    return ((module, node) for module in modules.values() for node in ast.walk(module.tree))
+    return ((module, node) for module in modules.values() for node in module.nodes)
 
 
 def unexplained_hasattr(modules: Mapping[str, Module]) -> list[str]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from rankwise import CommandLauncher, DDPStrategy
 from rankwise.errors import (
@@ -28,7 +27,6 @@ from rankwise.start import JOB_KEY
 from rankwise.strategies import Strategy
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import with_tests
-from tests.process.test_parameters_in_shared_memory import trained
 
 Start = Callable[[list[str], dict[str, str], int], CommandProcess]
 
@@ -45,12 +43,24 @@ def by_command(start: Start = start_here, **arguments: Any) -> DDPStrategy:
     return DDPStrategy(launcher=CommandLauncher(start), **arguments)
 
 
-@pytest.mark.quick
-def test_training() -> None:
-    """The result is that of one process, and it comes back into the caller's shared memory."""
+TRAIN = """
+import torch
+from tests.process.test_command_launcher import by_command
+from tests.process.test_parameters_in_shared_memory import trained
+
+if __name__ == "__main__":
     found = trained(by_command(), 2, is_shared=True)
     expected = trained("single_device", 1, is_shared=False)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    print("equal")
+"""
+
+
+@pytest.mark.quick
+def test_training(run_script: ScriptRunner) -> None:
+    """The result is that of one process, and it comes back into the caller's shared memory."""
+    result = run_script(TRAIN, env=with_tests(), siblings=2)
+    assert result.stdout == "equal\n", result
 
 
 def fail(strategy: Strategy, how: str) -> None:

@@ -35,11 +35,12 @@ class Configured(Regression):
 
 
 @pytest.mark.quick
-def test_they_are_everywhere(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
+def test_they_are_everywhere(strategy: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """They reach workers, checkpoints, one logger, and the caller again, as attributes do."""
     saving, logger = ModelCheckpoint(tmp_path), CSVLogger(tmp_path)
     trainer = quiet_trainer(
-        "ddp_spawn", 2, max_epochs=1, callbacks=saving, logger=logger, enable_checkpointing=True
+        strategy, 2, max_epochs=1, callbacks=saving, logger=logger, enable_checkpointing=True
     )
     given: dict[str, Any] = {"optimizer": "sgd", "factor": 0.5, "layers": [3, 4]}
     module = Configured(**given)

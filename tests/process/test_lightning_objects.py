@@ -8,7 +8,7 @@ import pytest
 from tests.helpers.load import slowdown
 from tests.helpers.needs import need_installed
 from tests.helpers.scripts import WITHOUT_COVERAGE, ScriptRunner
-from tests.process.test_lightning import BEGIN
+from tests.process.test_lightning import BEGIN, IMPORTED
 
 SOAK = pytest.mark.soak
 STRATEGIES = ["ddp_fork", *(pytest.param(f"ddp{end}", marks=SOAK) for end in ("", "_spawn", "_forkserver"))]
@@ -149,7 +149,7 @@ def assert_equal(found: Any, expected: Any) -> None:
 def test_equal_to_lightnings_trainer(run_script: ScriptRunner, strategy: str) -> None:
     """All stages give Lightning's weights, values and predictions, on one process and on two."""
     need_installed("lightning")
-    result = run_script(BEGIN + OBJECTS + EQUAL, strategy, timeout=400)
+    result = run_script(BEGIN + OBJECTS + EQUAL, strategy, timeout=400, preload=IMPORTED)
     assert result.returncode == 0, result
     for own, *others in json.loads(result.stdout.splitlines()[-1]):
         del own["checkpoint"][3]
@@ -181,7 +181,7 @@ if __name__ == "__main__":
 def test_a_rank_that_fails(run_script: ScriptRunner, strategy: str) -> None:
     """It is reported with its traceback, and the module is Lightning's again."""
     need_installed("lightning")
-    result = run_script(BEGIN + OBJECTS + FAILING, strategy, env=WITHOUT_COVERAGE)
+    result = run_script(BEGIN + OBJECTS + FAILING, strategy, env=WITHOUT_COVERAGE, preload=IMPORTED)
     assert result.returncode == 0, result
     took_s, is_as_before, message = result.stdout.split(maxsplit=2)
     assert float(took_s) < 2 * slowdown()

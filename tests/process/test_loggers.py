@@ -9,6 +9,7 @@ import pytest
 
 from tests.helpers.logger_files import OfflineRun, offline_runs, scalars, variables
 from tests.helpers.needs import need_installed
+from tests.helpers.preloaded import TORCH
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import with_tests
 
@@ -83,6 +84,9 @@ def _imported() -> None:
     importlib.import_module("wandb")
 
 
+IMPORTED = (*TORCH, "torch.utils.tensorboard", "wandb", "mlflow")
+
+
 @pytest.fixture
 def _variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in variables(tmp_path).items():
@@ -94,7 +98,7 @@ def _variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
 def test_one_rank_writes(start: str, run_script: ScriptRunner, tmp_path: Path) -> None:
     """A fit and a test are one run in every logger, with each value once, of rank zero, as is the table."""
-    result = run_script(PROGRAM, str(tmp_path), start, "0", env=with_tests(), timeout=200)
+    result = run_script(PROGRAM, str(tmp_path), start, "0", env=with_tests(), timeout=200, preload=IMPORTED)
     assert result.returncode == 0, result
     assert not (tmp_path / "connections").exists()
     assert result.stdout.count("Test metric") == 1
@@ -127,7 +131,7 @@ def test_one_rank_writes(start: str, run_script: ScriptRunner, tmp_path: Path) -
 @pytest.mark.usefixtures("_variables")
 def test_a_failing_rank(run_script: ScriptRunner, tmp_path: Path) -> None:
     """What rank zero has logged before another rank failed is in every logger, as a failed run."""
-    result = run_script(PROGRAM, str(tmp_path), "fork", "1", env=with_tests(), timeout=200)
+    result = run_script(PROGRAM, str(tmp_path), "fork", "1", env=with_tests(), timeout=200, preload=IMPORTED)
     assert "rank 1 fails" in result.stderr, result
 
     assert lines(tmp_path)[0]["own"] == "0.0"

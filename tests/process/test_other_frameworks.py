@@ -9,7 +9,7 @@ from tests.helpers.load import slowdown
 from tests.helpers.needs import need_installed
 from tests.helpers.scripts import WITHOUT_COVERAGE, ScriptRunner
 
-SOAK = pytest.mark.soak
+SOAK, FRAMEWORKS = pytest.mark.soak, pytest.mark.frameworks
 START_METHODS = ["fork", *(pytest.param(name, marks=SOAK) for name in ("spawn", "forkserver", "popen"))]
 
 TRANSFORMERS = """
@@ -98,14 +98,13 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("start_method", START_METHODS)
 @pytest.mark.parametrize(
     ("package", "program", "fails"),
     [
-        ("transformers", TRANSFORMERS, "raise"),
-        pytest.param("transformers", TRANSFORMERS, "kill", marks=SOAK),
-        pytest.param("accelerate", ACCELERATE, "raise", marks=SOAK),
+        pytest.param("accelerate", ACCELERATE, "raise", marks=pytest.mark.quick),
+        pytest.param("transformers", TRANSFORMERS, "raise", marks=FRAMEWORKS),
+        pytest.param("transformers", TRANSFORMERS, "kill", marks=[FRAMEWORKS, SOAK]),
     ],
 )
 def test_a_program(
