@@ -36,7 +36,7 @@ HAVE_HOOKS = (
     *("callbacks", "loggers", "trainer.data.data_hooks", "trainer.data.data_module"),
     *("trainer.hooks", "trainer.module"),
 )
-"""Parts and modules with hooks that are called with the Trainer and its module."""
+"""Parts and modules with hooks that are called with the Trainer and its module: decision 16."""
 
 FOR_TYPES = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 HOOK_TYPES = ("trainer.Trainer", "trainer.trainer.Trainer", "trainer.TrainingModule")
