@@ -31,12 +31,9 @@ def listener() -> socket.socket:
 
 def take(connection: socket.socket, size: int) -> bytes:
     """Receive so many bytes."""
-    data = b""
-    while len(data) < size:
-        part = connection.recv(size - len(data))
-        if not part:
-            raise OSError("closed")
-        data += part
+    data = connection.recv(size, socket.MSG_WAITALL)
+    if len(data) < size:
+        raise OSError("closed")
     return data
 
 

@@ -56,18 +56,9 @@ def with_fields(**changes: object) -> bytes:
 
 
 DAMAGED = [
-    b"",
-    b"\x80\x04",
-    b"!!!",
-    b"cbuiltins\neval\n(V1\ntR.",
-    b"ctorch\n_C._distributed_c10d\n.",
-    b"cdatetime\ndatetime.now\n.",
-    pickle.dumps({}),
-    pickle.dumps(1),
-    with_fields(participants=[1]),
-    with_fields(round="1"),
-    with_fields(more=1),
-    with_fields(closed=None),
+    *(b"", b"\x80\x04", b"!!!", pickle.dumps({}), pickle.dumps(1)),
+    *(b"cbuiltins\neval\n(V1\ntR.", b"ctorch\n_C._distributed_c10d\n.", b"cdatetime\ndatetime.now\n."),
+    *(with_fields(participants=[1]), with_fields(round="1"), with_fields(more=1), with_fields(closed=None)),
 ]
 
 
