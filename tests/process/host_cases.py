@@ -14,7 +14,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ def strategy_of(method: str, **arguments: Any) -> DDPStrategy:
     """Return a strategy on two CPU processes; `elastic-<start method>` is one with torch's agent."""
     agent, _, start_method = method.rpartition("-")
     arguments = {"accelerator": "cpu", "devices": 2, "start_method": start_method, **arguments}
-    return DDPElasticStrategy(max_restarts=0, **arguments) if agent else DDPStrategy(**arguments)
+    return DDPElasticStrategy(**{"max_restarts": 0, **arguments}) if agent else DDPStrategy(**arguments)
 
 
 def good(strategy: Strategy) -> str:
@@ -363,14 +363,14 @@ def held() -> tuple[list[str], list[psutil.Process]]:
     return sorted(kinds), psutil.Process().children()
 
 
-def limited(spare: int, strategy: DDPStrategy) -> str:
+@contextlib.contextmanager
+def file_limit(spare: int) -> Iterator[None]:
+    """Let this process open only so many more files in the block."""
     free = [number for number in range(1000) if not Path(f"/proc/self/fd/{number}").exists()]
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (free[spare], before[1]))
     try:
-        return strategy.launch(quick)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}".replace("\n", " ")
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
@@ -381,7 +381,13 @@ def few_files(method: str) -> None:
         strategy_of(method).launch(quick)
     before = held()
     for spare in range(1, 62, 20):
-        print(spare, limited(spare, strategy_of(method, **arguments)), end="\n\n", flush=True)
+        strategy = strategy_of(method, **arguments)
+        try:
+            with file_limit(spare):
+                outcome = strategy.launch(quick)
+        except Exception as error:
+            outcome = f"{type(error).__name__}: {error}".replace("\n", " ")
+        print(spare, outcome, end="\n\n", flush=True)
         if spare < 61 or method != "popen":
             assert held() == before, (held(), before)
 
