@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 from rankwise.callbacks import (
     BackboneFinetuning,
     BasePredictionWriter,
-    Callback,
     EarlyStopping,
     EMAWeightAveraging,
+    LambdaCallback,
     LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
@@ -29,22 +29,22 @@ from tests.process.exception_tasks import Fails
 from tests.process.training_tasks import FEATURES, Regression, dataset, loader, quiet_trainer
 
 
-def logged(name: str, callback: Callback, folder: Path, **options: Any) -> list[dict[str, str]]:
-    """Fit two steps an epoch on two ranks; return the rows that their only logger has written for a name."""
-    logger = CSVLogger(folder)
-    trainer = quiet_trainer("ddp_fork", 2, callbacks=callback, logger=logger, **options)
-    trainer.fit(Regression("adam"), loader(16, 4))
-    with (Path(logger.log_dir) / "metrics.csv").open() as file:
-        return [row for row in csv.DictReader(file) if row[name]]
-
-
 @pytest.mark.quick
-def test_learning_rates_are_logged_once(tmp_path: Path) -> None:
-    """One rank logs, and the caller of the ranks has all values."""
-    monitor = LearningRateMonitor()
-    rows = logged("lr-Adam", monitor, tmp_path, max_epochs=2)
-    assert [(row["step"], float(row["lr-Adam"])) for row in rows] == [("0", 0.01), ("2", 0.005)]
+def test_what_monitors_log(tmp_path: Path) -> None:
+    """One rank logs the learning rates and the throughput of all; the caller of the ranks has the rates."""
+    monitor, logger = LearningRateMonitor(), CSVLogger(tmp_path)
+    callbacks = [monitor, ThroughputMonitor(lambda batch: len(batch[0]))]
+    options = {"max_epochs": 2, "log_every_n_steps": 1, "logger": logger}
+    quiet_trainer("ddp_fork", 2, callbacks=callbacks, **options).fit(Regression("adam"), loader(16, 4))
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    rates = [(row["step"], float(row["lr-Adam"])) for row in rows if row["lr-Adam"]]
+    assert rates == [("0", 0.01), ("2", 0.005)]
     assert monitor.lrs == {"lr-Adam": [0.01, 0.005]}
+    steps = [row for row in rows if row["train/batches"]]
+    assert [row["train/samples"] for row in steps] == ["4.0", "8.0", "12.0", "16.0"]
+    of_all, of_one = (float(steps[1][f"train/{of}samples_per_sec"]) for of in ("", "device/"))
+    assert of_all == pytest.approx(2 * of_one)
 
 
 class Worse(Regression):
@@ -183,8 +183,6 @@ def test_a_backbone_on_two_ranks() -> None:
 
 
 class Writing(BasePredictionWriter):
-    """Writes a file for each rank."""
-
     def __init__(self, folder: Path) -> None:
         super().__init__("epoch")
         self.folder = folder
@@ -207,29 +205,13 @@ def test_each_rank_writes_its_predictions(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
-def test_the_throughput_of_all_ranks(tmp_path: Path) -> None:
-    """Beside rank 0's throughput there is that of all, in one file."""
-    monitor = ThroughputMonitor(lambda batch: len(batch[0]))
-    rows = logged("train/batches", monitor, tmp_path, max_epochs=1, log_every_n_steps=1)
-    assert [row["train/samples"] for row in rows] == ["4.0", "8.0"]
-    of_all, of_one = (float(rows[1][f"train/{of}samples_per_sec"]) for of in ("", "device/"))
-    assert of_all == pytest.approx(2 * of_one)
-
-
-class Exceptions(Callback):
-    def __init__(self) -> None:
-        self.seen: list[BaseException] = []
-
-    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        assert trainer.interrupted
-        self.seen.append(exception)
-
-
-@pytest.mark.quick
 def test_exceptions_reach_the_caller() -> None:
     """The caller's callbacks get what `fit` raises, once."""
-    callback = Exceptions()
+    seen: list[tuple[bool, BaseException]] = []
+    callback = LambdaCallback(
+        on_exception=lambda trainer, _, error: seen.append((trainer.interrupted, error))
+    )
     trainer = quiet_trainer("ddp_fork", 2, max_epochs=1, callbacks=callback)
     with pytest.raises(WorkerRaisedError, match="the first failure") as caught:
         trainer.fit(Fails(1), loader(32, 4))
-    assert callback.seen == [caught.value]
+    assert seen == [(True, caught.value)]
