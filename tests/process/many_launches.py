@@ -132,28 +132,19 @@ SLACK = {"written_kib": 6 << 10, "maps": 30}
 def growth(first: Sample, last: Sample) -> list[str]:
     """Return what has grown between two samples, a line each."""
     launches = last["launch"] - first["launch"]
-    counted = ("descriptors", "threads")
+    # What a launch leaves there is at least one object for every 20 launches.
+    slack = {"descriptors": 0, "threads": 0, "objects": 3 + launches / 20, "memory": 300 + launches}
     problems = [
         f"{name} of {what}: {first[name].get(what, 0)} -> {count}"
-        for name in counted
+        for name, more in slack.items()
         for what, count in last[name].items()
-        if count > first[name].get(what, 0)
+        if count - first[name].get(what, 0) > SLACK.get(what, more)
     ]
-    problems += [
+    return problems + [
         f"{name}: {first[name]} -> {last[name]}"
-        for name in first.keys() - {"launch", "outcomes", "memory", "objects", "seconds", *counted}
+        for name in first.keys() - {"launch", "outcomes", "seconds", *slack}
         if first[name] != last[name]
     ]
-    # What a launch leaves there is at least one object for every 20 launches.
-    problems += [
-        f"{name}: {first['objects'].get(name, 0)} -> {count} objects"
-        for name, count in last["objects"].items()
-        if count - first["objects"].get(name, 0) > 3 + launches / 20
-    ]
-    for name, value in last["memory"].items():
-        if value - first["memory"][name] > SLACK.get(name, 300 + launches):
-            problems.append(f"{name}: {first['memory'][name]} -> {value}")
-    return problems
 
 
 # ------------------------------------------------------------------------------------------- what is launched
@@ -183,7 +174,6 @@ def job(strategy: Any, how: str) -> Any:
 
 
 def fail(how: str) -> None:
-    """End this rank."""
     if how == "exception" or (how == "restarts" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"):
         raise ValueError("planned", torch.ones(1000))
     if how == "exit":
@@ -246,7 +236,6 @@ def be_rank(how: str) -> None:
 
 
 def main(kind: str, launches: int, every: int) -> None:
-    """Launch, and print samples."""
     os.environ["TORCH_FR_BUFFER_SIZE"] = _RECORDED
     outcomes: Counter[str] = Counter()
     started = time.monotonic()

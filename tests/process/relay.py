@@ -15,7 +15,7 @@ _HEADER = struct.Struct("=6Q")
 _WITH_DATA = (0, 1)
 _SEQUENCE_NUMBER_BYTES = 8
 _FIRST_PORT = 20_000  # below those that the kernel chooses: gloo connects to the lower one
-_CODE_BYTES, _FLOAT_BYTES = 32, 4
+_FLOAT_BYTES = 4
 
 
 def listener() -> socket.socket:

@@ -52,8 +52,6 @@ class Slow(Regression):
 
 
 class SlowIO(ThroughTorch):
-    """Saves slowly."""
-
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any) -> None:
         time.sleep(2.5)
@@ -87,7 +85,6 @@ class Notes(Callback):
         self.note(trainer, module)
 
     def note(self, trainer: Any, module: Any) -> None:
-        """Write down the step and a few weights."""
         self.noted = trainer.global_step
         facts = {"step": trainer.global_step, "bias": module.net[0].bias.tolist()}
         (self.folder / f"end{trainer.global_rank}").write_text(json.dumps(facts))
@@ -95,13 +92,11 @@ class Notes(Callback):
 
 def train(strategy: str, folder: str, options: str = "") -> None:
     """Train for very long; `options`: accumulate, validate (long), workers, slow saving, should_stop."""
-    arguments: dict[str, Any] = {}
-    if options == "slow saving":
-        arguments["plugins"] = SlowIO()
-    if options == "accumulate":
-        arguments["accumulate_grad_batches"] = 3
+    plugins = SlowIO() if options == "slow saving" else None
+    accumulated = 3 if options == "accumulate" else 1
     notes = Notes(folder, 7 if options == "should_stop" else None)
-    trainer = trainer_of(strategy, folder, notes, **arguments, val_check_interval=5)
+    chosen = {"plugins": plugins, "accumulate_grad_batches": accumulated, "val_check_interval": 5}
+    trainer = trainer_of(strategy, folder, notes, **chosen)
     workers = 2 if options == "workers" else 0
     loader: DataLoader[Any] = DataLoader(dataset(100_000), batch_size=4, num_workers=workers)
     samples = {"validate": 33, "validate long": 80_003}.get(options)

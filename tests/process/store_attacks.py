@@ -51,8 +51,7 @@ class LyingStore(dist.Store):
     def __init__(self, store: dist.Store, attack: Attack, rank: int) -> None:
         super().__init__()
         self.store: Any = store
-        self.attack = attack
-        self.rank = rank
+        self.attack, self.rank = attack, rank
 
     def get(self, key: str) -> bytes:
         """Return a lie for a key that is attacked; keep each true value for later runs."""
