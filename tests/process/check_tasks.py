@@ -30,13 +30,12 @@ def mismatches(strategy: DDPStrategy) -> dict[str, str]:
     rank = strategy.global_rank
     is_zero = rank == 0
     x, sizes = torch.ones(4), [torch.ones(size) for size in range(6)]
+    dtype, operation = [(torch.float32, dist.ReduceOp.SUM), (torch.int64, dist.ReduceOp.MAX)][rank]
     found = {
         "kind": error_text(lambda: dist.broadcast(x, 0) if is_zero else dist.all_reduce(x)),
         "shape": error_text(lambda: dist.all_reduce(torch.ones(3 + rank))),
-        "dtype": error_text(
-            lambda: strategy.all_reduce(torch.ones(2, dtype=[torch.float32, torch.int64][rank]))
-        ),
-        "operation": error_text(lambda: dist.all_reduce(x, op=[dist.ReduceOp.SUM, dist.ReduceOp.MAX][rank])),
+        "dtype": error_text(lambda: strategy.all_reduce(torch.ones(2, dtype=dtype))),
+        "operation": error_text(lambda: dist.all_reduce(x, op=operation)),
         "root": error_text(lambda: dist.broadcast(x, src=rank)),
         "by its own name": error_text(lambda: all_reduce_by_its_own_name(x) if is_zero else dist.barrier()),
         "many": error_text(lambda: dist.all_gather(sizes, x) if is_zero else dist.barrier()),
@@ -82,16 +81,12 @@ def sends_among_collectives(strategy: DDPStrategy) -> tuple[list[float], str]:
     for each in (*both, work):
         each.wait()
     dist.barrier()
-    for each in dist.batch_isend_irecv(
-        [dist.P2POp(dist.irecv, got[2], peer), dist.P2POp(dist.isend, own, peer)]
-    ):
+    in_a_batch = [dist.P2POp(dist.irecv, got[2], peer), dist.P2POp(dist.isend, own, peer)]
+    for each in dist.batch_isend_irecv(in_a_batch):
         each.wait()
-    objects: list[Any] = [0.0]
-    if rank == 0:
-        dist.send_object_list([5.0], 1)  # the only one that sends: nothing is alike here
-        objects = [5.0]
-    else:
-        dist.recv_object_list(objects, 0)
+    objects: list[Any] = [5.0] if rank == 0 else [0.0]
+    # The only one that sends: nothing is alike here.
+    dist.send_object_list(objects, 1) if rank == 0 else dist.recv_object_list(objects, 0)
     came = [*total.tolist(), *torch.cat(got).tolist(), *objects]
     return came, error_text(lambda: dist.all_reduce(torch.ones(1 + rank)))
 
@@ -163,6 +158,8 @@ def every_collective(strategy: DDPStrategy) -> dict[str, list[str]]:
     size, x = strategy.world_size, torch.ones(2)
     parts = [torch.zeros(2) for _ in range(size)]
     is_zero = strategy.is_global_zero
+    # By the name that this version of torch does not warn of.
+    gather_into_one = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: dist.all_reduce(x),
         "broadcast": lambda: dist.broadcast(x, 0),
@@ -178,7 +175,7 @@ def every_collective(strategy: DDPStrategy) -> dict[str, list[str]]:
         "gather_object": lambda: dist.gather_object(1, [None] * size if is_zero else None, 0),
         "broadcast_object_list": lambda: dist.broadcast_object_list([1], 0),
         "scatter_object_list": lambda: dist.scatter_object_list([None], [1] * size if is_zero else None, 0),
-        "single": lambda: _into_one_tensor(size),
+        "single": lambda: gather_into_one(torch.zeros(2 * size), torch.ones(2)),
     }
     found = {}
     for name, call in calls.items():
@@ -191,9 +188,3 @@ def every_collective(strategy: DDPStrategy) -> dict[str, list[str]]:
                     raise
         found[name] = [each.what for each in seen]
     return found
-
-
-def _into_one_tensor(size: int) -> None:
-    """Gather into one tensor, by the name that this version of torch does not warn of."""
-    single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    single(torch.zeros(2 * size), torch.ones(2))

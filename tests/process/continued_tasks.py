@@ -69,36 +69,28 @@ class Runs:
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         return {"state": {name: value.tolist() for name, value in model.state_dict().items()}, **metrics}
 
-    def in_one(self) -> Facts:
-        return self.fit(self.trainer(), Drawing(self.sharded), WHOLE)
-
-    def in_two(self, limits: dict[str, int], seed: int | None = None) -> Facts:
+    def in_two(self, limits: dict[str, int], path: Path | None = None, seed: int | None = None) -> Facts:
+        """Continue with a second call of `fit`, or with another trainer from a checkpoint at the path."""
         trainer, model = self.trainer(), Drawing(self.sharded)
         self.fit(trainer, model, limits)
+        if path is not None:
+            trainer.save_checkpoint(path)
+            trainer, model = self.trainer(), Drawing(self.sharded)
         if seed is not None:
             seed_everything(seed)
         torch.rand(3)
-        return self.fit(trainer, model, WHOLE)
-
-    def resumed(self, limits: dict[str, int], folder: Path) -> Facts:
-        """Save between two fits of different trainers."""
-        trainer = self.trainer()
-        self.fit(trainer, Drawing(self.sharded), limits)
-        path = folder / f"{'-'.join(limits)}.ckpt"
-        trainer.save_checkpoint(path)
-        torch.rand(3)
-        return self.fit(self.trainer(), Drawing(self.sharded), WHOLE, ckpt_path=path)
+        return self.fit(trainer, model, WHOLE, ckpt_path=path)
 
 
 def differences(strategy: str, devices: int, folder: Path, sharded: bool) -> list[str]:
     """Return the ways to continue that end in another state than one long fit."""
     runs = Runs(strategy, devices, sharded)
-    expected = runs.in_one()
+    expected = runs.fit(runs.trainer(), Drawing(sharded), WHOLE)
     found = {
         "a second fit": runs.in_two(PART),
         "a second fit within an epoch": runs.in_two(WITHIN),
-        "a checkpoint between fits": runs.resumed(PART, folder),
-        "a checkpoint between fits within an epoch": runs.resumed(WITHIN, folder),
+        "a checkpoint between fits": runs.in_two(PART, folder / "epochs.ckpt"),
+        "a checkpoint between fits within an epoch": runs.in_two(WITHIN, folder / "steps.ckpt"),
     }
     different = [name for name, facts in found.items() if facts != expected]
     return different + ["the same for another seed"] * (runs.in_two(PART, seed=2) == expected)

@@ -13,8 +13,6 @@ FAILS_AT = 2
 
 
 class Fails(Regression):
-    """Raises in a step of one rank."""
-
     def __init__(self, who: int, optimizer: str = "adam") -> None:
         super().__init__(optimizer)
         self.who = who
@@ -36,8 +34,6 @@ class Saves(Callback):
 
 
 class Hangs(Callback):
-    """Does not return on a rank."""
-
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         if trainer.strategy.is_in_job:
             time.sleep(600)

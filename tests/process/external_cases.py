@@ -4,7 +4,7 @@ import sys
 import time
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from rankwise.errors import RankwiseError
 from rankwise.strategies import DDPStrategy
@@ -38,26 +38,20 @@ def fit_in_own_group() -> None:
     print([(steps, size) for _, size, steps in fits], total.item(), torch.distributed.is_initialized())
 
 
-class Slow(Dataset[tuple[torch.Tensor, ...]]):
+class Slow(TensorDataset):
     """Needs longer for a sample than the ranks wait for one another."""
-
-    def __init__(self) -> None:
-        self.samples = dataset(64)
-
-    def __len__(self) -> int:
-        return 64
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
         if index == 9:  # on two ranks, rank 1's, in step 2
             time.sleep(9)
-        sample: tuple[torch.Tensor, ...] = self.samples[index]
-        return sample
+        return tuple(tensor[index] for tensor in self.tensors)
 
 
 def late() -> None:
     """Let rank 1 be late for a step."""
     strategy = DDPStrategy(accelerator="cpu", timeout=4, stall_warning=0.6)
-    quiet_trainer(strategy, "auto", max_epochs=1).fit(Regression(), DataLoader(Slow(), batch_size=2))
+    slow = DataLoader(Slow(*dataset(64).tensors), batch_size=2)
+    quiet_trainer(strategy, "auto", max_epochs=1).fit(Regression(), slow)
 
 
 if __name__ == "__main__":

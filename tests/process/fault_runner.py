@@ -117,7 +117,7 @@ class FaultRunner:
         ranks_gone_at, main_seen_at = 0.0, started
         helpers: set[psutil.Process] = set()
         while (now := time.monotonic()) < started + _MOST_S:
-            alive = set(_processes_of(main.pid))
+            alive = set(processes.wait_until_gone(lambda: processes.in_session(main.pid), timeout_s=0))
             helpers |= {process for process in alive - helpers if processes.is_service(process, main.pid)}
             if main in alive:
                 main_seen_at = now
@@ -158,9 +158,8 @@ def files_left(folder: Path) -> list[str]:
 def report_of(fault: Fault) -> tuple[dict[str, Any], str]:
     """Return the caller's report, and a problem if the report, the fault or the training is missing."""
     folder = Path(fault.folder)
-    report: dict[str, Any] = {}
-    if (caught := folder / "caught.json").exists():
-        report = json.loads(caught.read_text())
+    caught = folder / "caught.json"
+    report: dict[str, Any] = json.loads(caught.read_text()) if caught.exists() else {}
     if not report and not (fault.cell is not None and fault.cell.ends_main):
         return report, "the caller has written no report"
     if fault.cell is not None:
@@ -172,12 +171,10 @@ def wrong(cell: Cell, outcome: Outcome) -> list[str]:
     """Return what is left of a job, and how exception and exit code differ from the expected ones."""
     due = expected(cell)
     found = list(outcome.left)
-    if outcome.exception != due.exception:
-        found.append(f"the exception is {outcome.exception!r}, not {due.exception!r}")
+    if (seen := (outcome.exception, outcome.exit_code)) != (wanted := (due.exception, due.exit_code)):
+        found.append(f"exception and exit code are {seen}, not {wanted}")
     if due.rank is not None and due.rank not in outcome.ranks:
         found.append(f"it names {outcome.ranks}, not rank {due.rank}")
-    if outcome.exit_code != due.exit_code:
-        found.append(f"the exit code is {outcome.exit_code}, not {due.exit_code}")
     return found
 
 
@@ -204,10 +201,6 @@ def _saved_step(folder: Path) -> int | None:
 
 def _is_suspended(fault: Fault) -> bool:
     return fault.cell is not None and fault.cell.how == "SIGSTOP" and fault.cell.hits_main
-
-
-def _processes_of(session_id: int) -> list[psutil.Process]:
-    return processes.wait_until_gone(lambda: processes.in_session(session_id), timeout_s=0)
 
 
 def _living(session_id: int, folder: Path) -> list[psutil.Process]:

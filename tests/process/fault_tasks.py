@@ -107,17 +107,8 @@ class FaultyStrategy(DDPStrategy):
         super().setup_environment()
 
 
-class FaultyModule(Regression):
-    fault: Fault
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        strategy: Any = self.trainer.strategy
-        self.fault.happen_if_due("mid-step", strategy, batch_idx)
-        return super().training_step(batch, batch_idx)
-
-
 class FaultyCallback(Callback):
-    """Saves after each step; fails while rank 0 writes, or at teardown, if the fault says so."""
+    """Saves after each step; fails in a step, while rank 0 writes, or at teardown, if the fault says so."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
@@ -125,6 +116,9 @@ class FaultyCallback(Callback):
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         if self.fault.cell is not None and self.fault.cell.how == "hangs inside a collective":
             _separate_group[:] = [dist.new_group(timeout=trainer.strategy.timeout)]
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
+        self.fault.happen_if_due("mid-step", trainer.strategy, trainer.global_step)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         trainer.save_checkpoint(Path(self.fault.folder, CHECKPOINT))
@@ -145,8 +139,7 @@ class FaultWhilePickling:
     """Fails when it is pickled: the checkpoint's file is open then, and incomplete."""
 
     def __init__(self, fault: Fault, trainer: Any) -> None:
-        self.fault = fault
-        self.trainer = trainer
+        self.fault, self.trainer = fault, trainer
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         cell, step = self.fault.cell, self.trainer.global_step - 1
@@ -163,11 +156,10 @@ def fit(fault: Fault, start_method: str) -> None:
     if start_method == "popen":
         settings["command"] = [sys.executable, str(SCRIPT), "--rank", as_json(fault, start_method)]
     strategy = FaultyStrategy(start_method=start_method, **settings)
-    module = FaultyModule()
-    strategy.fault = module.fault = fault
+    strategy.fault = fault
     saving, folder = FaultyCallback(fault), Path(fault.folder, "saved")
     trainer = quiet_trainer(strategy, 2, max_epochs=1, callbacks=[saving], default_root_dir=folder)
-    trainer.fit(module, loader(STEPS * 4, 2))
+    trainer.fit(Regression(), loader(STEPS * 4, 2))
 
 
 def run_as_main(fault: Fault, start_method: str) -> None:
@@ -192,7 +184,9 @@ def run_as_main(fault: Fault, start_method: str) -> None:
             leave_things(Path(fault.folder))
         _separate_group.clear()  # it listens on a port
         left = [problem for check in checks for problem in check.problems()]
-        left += living_children(start_method, caught is not None) + listening_sockets()
+        if start_method != "popen" or caught is not None:  # without a failure they stay for the next job
+            left += living_children()
+        left += listening_sockets()
         facts = {
             "exception": "" if caught is None else type(caught).__name__,
             "ranks": [getattr(caught, "global_rank", None), *getattr(caught, "missing", ())],
@@ -202,11 +196,10 @@ def run_as_main(fault: Fault, start_method: str) -> None:
         Path(fault.folder, "caught.json").write_text(json.dumps(facts))
 
 
-def living_children(start_method: str, has_failed: bool) -> list[str]:
+def living_children() -> list[str]:
     """Return the descendants of this process that still live, or that it has not waited for."""
-    if start_method == "popen" and not has_failed:  # they stay for the next job
-        return []
-    return [processes.describe(process) for process in processes.wait_until_gone(_below, timeout_s=0)]
+    below = processes.wait_until_gone(lambda: psutil.Process().children(recursive=True), timeout_s=0)
+    return [processes.describe(process) for process in below if not processes.is_service(process)]
 
 
 def listening_sockets() -> list[str]:
@@ -214,14 +207,9 @@ def listening_sockets() -> list[str]:
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             sockets = process.net_connections(kind="inet")
-            listening = [each.laddr for each in sockets if each.status == psutil.CONN_LISTEN]
-            found += [f"{processes.describe(process)} listens on {ip} port {port}" for ip, port in listening]
+            ports = [each.laddr.port for each in sockets if each.status == psutil.CONN_LISTEN]
+            found += [f"{processes.describe(process)} listens on port {port}" for port in ports]
     return found
-
-
-def _below() -> list[psutil.Process]:
-    below = psutil.Process().children(recursive=True)
-    return [process for process in below if not processes.is_service(process)]
 
 
 def leave_things(folder: Path) -> None:

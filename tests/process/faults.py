@@ -16,19 +16,20 @@ from rankwise.errors import WorkerError, WorkerExitedError, WorkerKilledError, W
 from rankwise.strategies import DDPStrategy, Strategy
 from tests.helpers.load import slowdown
 
-HOW = ("raise", "kill", "_exit", "exit")
+EXPECTED: dict[str, tuple[type[WorkerError], dict[str, int]]] = {
+    "raise": (WorkerRaisedError, {}),
+    "kill": (WorkerKilledError, {"signal_number": signal.SIGKILL}),
+    "_exit": (WorkerExitedError, {"exit_code": 3}),
+    "exit": (WorkerExitedError, {"exit_code": 0}),
+}
+"""The exception of each fault, and its fields."""
+HOW = tuple(EXPECTED)
 WHEN = ("before", "step", "sleep", "loop", "store")
 MESSAGE = "the fault of this test"
 LIMIT_S = 2.0
 """How long after a fault the caller may not know, on an idle machine."""
 STALL_S = 5.0
 """How long a client of a TCP store may look up a name: in C, so that nothing cuts it in the main process."""
-CLASSES: dict[str, type[WorkerError]] = {
-    "raise": WorkerRaisedError,
-    "kill": WorkerKilledError,
-    "_exit": WorkerExitedError,
-    "exit": WorkerExitedError,
-}
 # Far beyond the limit, so that what only ends by a timeout is seen to be late, and a slow start is not.
 _TIMEOUTS = {"timeout": timedelta(seconds=30), "init_timeout": timedelta(seconds=40)}
 _LEAD_S = 0.1  # how long the other rank has to become busy
@@ -105,15 +106,12 @@ def problems(fault: Fault, error: BaseException, limit_s: float = LIMIT_S) -> li
     found = []
     if elapsed > limit_s * slowdown():
         found.append(f"it took {elapsed:.2f} s from the fault to the exception")
-    if type(error) is not CLASSES[fault.how]:
+    kind, fields = EXPECTED[fault.how]
+    if type(error) is not kind:
         return [*found, f"it is a {type(error).__name__}: {error}"]
-    if getattr(error, "global_rank", None) != fault.who:
-        found.append(f"it names global_rank {getattr(error, 'global_rank', None)}: {error}")
-    expected = {"kill": ("signal_number", 9), "_exit": ("exit_code", 3), "exit": ("exit_code", 0)}
-    if fault.how in expected:
-        name, value = expected[fault.how]
+    for name, value in {"global_rank": fault.who, **fields}.items():
         if getattr(error, name) != value:
-            found.append(f"its {name} is {getattr(error, name)!r}")
+            found.append(f"its {name} is {getattr(error, name)!r}: {error}")
     tracebacks = str(error).count("Traceback (most recent call last)")
     if tracebacks != (1 if fault.how in ("raise", "exit") else 0):
         found.append(f"it carries {tracebacks} tracebacks: {error}")

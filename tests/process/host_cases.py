@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import ctypes
 import gc
-import multiprocessing.forkserver
+import multiprocessing
 import os
 import resource
 import signal
@@ -14,7 +14,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ def strategy_of(method: str, **arguments: Any) -> DDPStrategy:
     """Return a strategy on two CPU processes; `elastic-<start method>` is one with torch's agent."""
     agent, _, start_method = method.rpartition("-")
     arguments = {"accelerator": "cpu", "devices": 2, "start_method": start_method, **arguments}
-    return DDPElasticStrategy(max_restarts=0, **arguments) if agent else DDPStrategy(**arguments)
+    return DDPElasticStrategy(**{"max_restarts": 0, **arguments}) if agent else DDPStrategy(**arguments)
 
 
 def good(strategy: Strategy) -> str:
@@ -82,26 +82,19 @@ def reap_all_children() -> None:
     signal.signal(signal.SIGCHLD, reap)
 
 
-def forbid(numbers: Iterable[int], error: int) -> None:
+def forbid(numbers: Sequence[int], error: int) -> None:
     """Let these system calls return an error, as in older kernels and in some sandboxes: by seccomp."""
-    numbers = tuple(numbers)
-
-    def instruction(operation: int, if_true: int, if_false: int, value: int) -> bytes:
-        return struct.pack("HBBI", operation, if_true, if_false, value)
-
-    program = instruction(0x20, 0, 0, 0)  # load the number of the system call
-    for place, number in enumerate(numbers):
-        program += instruction(0x15, len(numbers) - place, 0, number)
-    program += instruction(0x06, 0, 0, 0x7FFF0000) + instruction(0x06, 0, 0, 0x00050000 | error)
+    instructions = [  # of an operation, the places to go on at if true and if false, a value
+        (0x20, 0, 0, 0),  # load the number of the system call
+        *((0x15, len(numbers) - place, 0, number) for place, number in enumerate(numbers)),
+        *((0x06, 0, 0, 0x7FFF0000), (0x06, 0, 0, 0x00050000 | error)),
+    ]
+    program = b"".join(struct.pack("HBBI", *each) for each in instructions)
     buffer = ctypes.create_string_buffer(program)
-
-    class Filter(ctypes.Structure):
-        _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
-
     libc = ctypes.CDLL(None, use_errno=True)
-    given = Filter(len(program) // 8, ctypes.addressof(buffer))
     assert libc.prctl(38, 1, 0, 0, 0) == 0
-    assert libc.prctl(22, 2, ctypes.byref(given), 0, 0) == 0, ctypes.get_errno()
+    given = struct.pack("HP", len(instructions), ctypes.addressof(buffer))
+    assert libc.prctl(22, 2, given, 0, 0) == 0, ctypes.get_errno()
     started_process._HAS_PIDFD = started_process._has_pidfd()  # the package asks once, when it is imported
 
 
@@ -176,29 +169,20 @@ async def full_wake_up(method: str) -> None:
     signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def kill_forkserver(folder: str) -> None:
-    wait_for(Path(folder, "up"))
-    server: int = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    os.kill(server, signal.SIGKILL)
-    os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
-    Path(folder, "killed").touch()
-
-
-def after_the_kill(strategy: Strategy, name: str, folder: str) -> object:
-    Path(folder, "up").touch()
-    wait_for(Path(folder, "killed"))
-    return globals()[name](strategy)
-
-
-def wait_for(path: Path) -> None:
-    while not path.exists():
+def good_after_the_kill(strategy: Strategy) -> str:
+    """Let rank 0 kill the forkserver, the parent of both ranks, and go on without it."""
+    server = os.getppid()
+    strategy.barrier()
+    if strategy.global_rank == 0:
+        os.kill(server, signal.SIGKILL)
+    while os.getppid() == server:
         time.sleep(0.01)
+    return good(strategy)
 
 
-def forkserver_killed(name: str, folder: str) -> None:
-    threading.Thread(target=kill_forkserver, args=[folder]).start()
-    for each in ("good", name):
-        report(partial(strategy_of("forkserver").launch, after_the_kill, each, folder))
+def forkserver_killed(name: str, _: str) -> None:
+    for function in (good_after_the_kill, globals()[name]):
+        report(partial(strategy_of("forkserver").launch, function))
 
 
 def fail_with_a_title(strategy: Strategy, rank: int) -> None:
@@ -363,14 +347,14 @@ def held() -> tuple[list[str], list[psutil.Process]]:
     return sorted(kinds), psutil.Process().children()
 
 
-def limited(spare: int, strategy: DDPStrategy) -> str:
+@contextlib.contextmanager
+def file_limit(spare: int) -> Iterator[None]:
+    """Let this process open only so many more files in the block."""
     free = [number for number in range(1000) if not Path(f"/proc/self/fd/{number}").exists()]
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (free[spare], before[1]))
     try:
-        return strategy.launch(quick)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}".replace("\n", " ")
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
@@ -381,7 +365,13 @@ def few_files(method: str) -> None:
         strategy_of(method).launch(quick)
     before = held()
     for spare in range(1, 62, 20):
-        print(spare, limited(spare, strategy_of(method, **arguments)), end="\n\n", flush=True)
+        strategy = strategy_of(method, **arguments)
+        try:
+            with file_limit(spare):
+                outcome = strategy.launch(quick)
+        except Exception as error:
+            outcome = f"{type(error).__name__}: {error}".replace("\n", " ")
+        print(spare, outcome, end="\n\n", flush=True)
         if spare < 61 or method != "popen":
             assert held() == before, (held(), before)
 

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 SEQUENCE_NUMBERS = 4  # of a rank's connections to the others, that are tried
 # A message of gloo: bytes in all, kind, slot, offset, bytes of data, offset there.
@@ -33,34 +33,23 @@ class MakesFile:
         return open, (self.path, "w")
 
 
-def _descendants(root: int) -> list[int]:
-    parents = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with contextlib.suppress(OSError, IndexError):  # it has ended meanwhile
-                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-    found = [root]
-    for pid in found:
-        found += [child for child, parent in parents.items() if parent == pid]
-    return [pid for pid in found if pid != os.getpid()]
-
-
 def _ports(root: int) -> Iterator[int]:
-    """Yield the ports at which the descendants of a process listen on loopback, or all."""
-    sockets = set()
-    takes_all = "ALL_PORTS" in os.environ
-    for pid in [] if takes_all else _descendants(root):
-        with contextlib.suppress(OSError):
-            for link in Path(f"/proc/{pid}/fd").iterdir():
-                with contextlib.suppress(OSError):
-                    sockets.add(os.readlink(link))  # noqa: PTH115  "socket:[1]" is no path
-    for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        if fields[3] == _LISTENING and (takes_all or f"socket:[{fields[9]}]" in sockets):
-            yield int(fields[1].rpartition(":")[2], 16)
+    """Yield the ports at which a process and its descendants listen on loopback, or all."""
+    if "ALL_PORTS" in os.environ:
+        for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
+            address, _, state = line.split()[1:4]
+            if state == _LISTENING:
+                yield int(address.rpartition(":")[2], 16)
+        return
+    import psutil  # which the interpreter of another user may lack
+
+    for process in (main := psutil.Process(root), *main.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):
+            for each in process.net_connections("tcp4"):
+                if each.status == psutil.CONN_LISTEN:
+                    yield each.laddr.port
 
 
-@final
 class Impostor:
     """Speaks gloo with whoever takes it for a rank."""
 
@@ -124,10 +113,9 @@ class Impostor:
         elif kind == _SENDER_IS_READY:
             connection.sendall(_HEADER.pack(_HEADER.size, _RECEIVER_IS_READY, slot, 0, length, 0))
         elif kind == _RECEIVER_IS_READY:
-            data = struct.pack("=q", len(self._pickle)) + self._pickle  # a size, and then what has it
-            data = (data if length > 8 else data[:8]).ljust(length, b"\0")[:length]
-            if length == len(self._pickle):
-                data = self._pickle
+            data = self._pickle
+            if length != len(data):  # a size, and then what has it
+                data = (struct.pack("=q", len(data)) + data).ljust(length, b"\0")[:length]
             connection.sendall(_HEADER.pack(_HEADER.size + length, _DATA, slot, 0, length, 0) + data)
 
     def _write(self, name: str, line: str) -> None:

@@ -16,11 +16,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from rankwise import Trainer
 from rankwise.process_group import authentication
 from rankwise.strategies import DDPElasticStrategy, DDPStrategy, Strategy
 from tests.helpers.load import slowdown
-from tests.process.training_tasks import Regression, loader
+from tests.process.training_tasks import Regression, loader, quiet_trainer
 
 SECRET = "the secret of the job"
 LONGEST_WAIT_S = 3.0
@@ -75,24 +74,25 @@ def share(strategy: Strategy) -> str:
     return f"{secret} {float(total[0])}"
 
 
+def share_by_torch(group: dist.ProcessGroup | None) -> str:
+    box = [SECRET if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box, src=0, group=group)
+    return f"{box[0]} 3.0"
+
+
 def share_in_new_groups(strategy: Strategy) -> str:
     """Share an object by torch's own function, in groups that the function creates."""
-    for _ in range(GROUPS):
-        group = dist.new_group(list(range(strategy.world_size)))
-        box = [SECRET if strategy.is_global_zero else None]
-        dist.broadcast_object_list(box, src=0, group=group)
-        if box != [SECRET]:
-            return f"another object: {box}"
-    return f"{SECRET} 3.0"
+    shared = {share_by_torch(dist.new_group(list(range(strategy.world_size)))) for _ in range(GROUPS)}
+    assert len(shared) == 1, shared
+    return shared.pop()
 
 
 def share_in_own_group(strategy: Strategy) -> str:
     """Share an object by torch's own function, in a default group that the function creates."""
     dist.init_process_group("gloo", init_method="env://")
-    box = [SECRET if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box, src=0)
+    shared = share_by_torch(None)
     dist.destroy_process_group()
-    return f"{box[0]} 3.0"
+    return shared
 
 
 def main(job: str, start_method: str, num_nodes: int = 1) -> None:
@@ -104,14 +104,13 @@ def main(job: str, start_method: str, num_nodes: int = 1) -> None:
         rendezvous = "tcp" if job == "forged_outcomes" else "auto"
         strategy = Prepared(start_method=start_method, rendezvous=rendezvous, **options)
     if job == "fit":
-        shown: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-        Trainer(strategy=strategy, max_epochs=1, **shown).fit(Regression(), loader(8, 2))
-        print("ENDED", SECRET, 3.0, flush=True)
+        quiet_trainer(strategy, 2, max_epochs=1).fit(Regression(), loader(8, 2))
+        shared = f"{SECRET} 3.0"
     elif job == "own_group":
-        print("ENDED", strategy.launch(share_in_own_group, init_process_group=False), flush=True)
+        shared = strategy.launch(share_in_own_group, init_process_group=False)
     else:
-        function = share if job == "broadcast" else share_in_new_groups
-        print("ENDED", strategy.launch(function), flush=True)
+        shared = strategy.launch(share if job == "broadcast" else share_in_new_groups)
+    print("ENDED", shared, flush=True)
 
 
 def start_impostor(folder: Path) -> subprocess.Popen[bytes]:

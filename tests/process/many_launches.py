@@ -18,16 +18,15 @@ import math
 import multiprocessing
 import os
 import re
-import resource
 import signal
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import nullcontext, suppress
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,9 @@ from typing import Any
 import psutil
 import torch
 
-from rankwise.strategies import DDPElasticStrategy, DDPStrategy
+from rankwise.strategies import DDPStrategy
+from tests.process.exception_tasks import FAILS_AT, Fails
+from tests.process.host_cases import file_limit, strategy_of
 from tests.process.training_tasks import Regression, loader, quiet_trainer
 
 Sample = dict[str, Any]
@@ -54,15 +55,9 @@ KINDS = {
     "elastic": _in_turn((*GOOD[:3], "restarts"), BAD),  # torch's agent runs in the main thread only
     "script": _in_turn(("group", "fit"), ("other devices", "other rendezvous")),  # others end its ranks
     "command": (
-        "group",
-        "exception",
-        "few files",
-        "fit",
-        "killed",
-        "few files",
-        "group",
-        "exit",
-        "few files",
+        *("group", "exception", "few files"),
+        *("fit", "killed", "few files"),
+        *("group", "exit", "few files"),
     ),
 }
 """What is launched, over and over again."""
@@ -137,28 +132,19 @@ SLACK = {"written_kib": 6 << 10, "maps": 30}
 def growth(first: Sample, last: Sample) -> list[str]:
     """Return what has grown between two samples, a line each."""
     launches = last["launch"] - first["launch"]
-    counted = ("descriptors", "threads")
+    # What a launch leaves there is at least one object for every 20 launches.
+    slack = {"descriptors": 0, "threads": 0, "objects": 3 + launches / 20, "memory": 300 + launches}
     problems = [
         f"{name} of {what}: {first[name].get(what, 0)} -> {count}"
-        for name in counted
+        for name, more in slack.items()
         for what, count in last[name].items()
-        if count > first[name].get(what, 0)
+        if count - first[name].get(what, 0) > SLACK.get(what, more)
     ]
-    problems += [
+    return problems + [
         f"{name}: {first[name]} -> {last[name]}"
-        for name in first.keys() - {"launch", "outcomes", "memory", "objects", "seconds", *counted}
+        for name in first.keys() - {"launch", "outcomes", "seconds", *slack}
         if first[name] != last[name]
     ]
-    # What a launch leaves there is at least one object for every 20 launches.
-    problems += [
-        f"{name}: {first['objects'].get(name, 0)} -> {count} objects"
-        for name, count in last["objects"].items()
-        if count - first["objects"].get(name, 0) > 3 + launches / 20
-    ]
-    for name, value in last["memory"].items():
-        if value - first["memory"][name] > SLACK.get(name, 300 + launches):
-            problems.append(f"{name}: {first['memory'][name]} -> {value}")
-    return problems
 
 
 # ------------------------------------------------------------------------------------------- what is launched
@@ -188,7 +174,6 @@ def job(strategy: Any, how: str) -> Any:
 
 
 def fail(how: str) -> None:
-    """End this rank."""
     if how == "exception" or (how == "restarts" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"):
         raise ValueError("planned", torch.ones(1000))
     if how == "exit":
@@ -197,22 +182,11 @@ def fail(how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Failing(Regression):
-    """Fails in the first step of rank 1."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """Raise on rank 1."""
-        if self.trainer.global_rank == 1:
-            raise ValueError("planned")
-        return super().training_step(batch, batch_idx)
-
-
 def launch(strategy: DDPStrategy, how: str) -> Any:
-    """Launch once."""
     if how.startswith("fit"):
-        model = Regression() if how == "fit" else Failing()
+        model = Regression() if how == "fit" else Fails(1, "sgd")
         try:
-            return quiet_trainer(strategy, 2, max_steps=2).fit(model, loader(8, 2))
+            return quiet_trainer(strategy, 2, max_steps=FAILS_AT + 1).fit(model, loader(12, 2))
         finally:
             model.__dict__.clear()  # a trainer and its model refer to each other
     if how == "thread":
@@ -221,41 +195,28 @@ def launch(strategy: DDPStrategy, how: str) -> Any:
     return strategy.launch(job, how, init_process_group=how != "no group")
 
 
-@contextmanager
-def few_files(spare: int) -> Iterator[None]:
-    """Let this process open only so many more files in the block."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = [number for number in range(1000) if not Path(f"/proc/self/fd/{number}").exists()]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free[spare], before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+METHODS = {"elastic": "elastic-fork", "script": "popen", "command": "popen"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "other devices": {"devices": 3},
+    "other rendezvous": {"rendezvous": "tcp"},
+    "restarts": {"max_restarts": 1},
+}
 
 
-def strategy_of(kind: str, how: str) -> DDPStrategy:
-    """Return a new strategy."""
-    options: dict[str, Any] = {"accelerator": "cpu", "devices": 3 if how == "other devices" else 2}
-    if how == "other rendezvous":
-        options["rendezvous"] = "tcp"
-    if kind == "elastic":
-        return DDPElasticStrategy(start_method="fork", max_restarts=int(how == "restarts"), **options)
-    if kind == "command":
-        options["command"] = [sys.executable, "-m", "tests.process.many_launches", "rank", how]
-    return DDPStrategy(start_method="popen" if kind in ("script", "command") else kind, **options)
+def new_strategy(kind: str, how: str) -> DDPStrategy:
+    command = [sys.executable, "-m", "tests.process.many_launches", "rank", how]
+    options = {"command": command} if kind == "command" else OPTIONS.get(how, {})
+    return strategy_of(METHODS.get(kind, kind), **options)
 
 
 def launch_as(kind: str, how: str, number: int) -> str:
     """Launch by a new strategy; return what came of it."""
     config: Any = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    strategy = strategy_of(kind, how)
+    strategy = new_strategy(kind, how)
     try:
         if how == "refused":
             config["daemon"] = True
-        if how == "few files":
-            with few_files(number % 40):
-                launch(strategy, how)
-        else:
+        with file_limit(number % 40) if how == "few files" else nullcontext():
             launch(strategy, how)
     except Exception as error:
         sys.stderr.write(f"{number} {how}: {type(error).__name__}: {error}"[:300] + "\n")
@@ -271,11 +232,10 @@ def launch_as(kind: str, how: str, number: int) -> str:
 def be_rank(how: str) -> None:
     """Be the other rank of a command: its first launch is `how`, its second one fails."""
     for each in (how, "group"):
-        launch(strategy_of("command", ""), each)
+        launch(new_strategy("command", ""), each)
 
 
 def main(kind: str, launches: int, every: int) -> None:
-    """Launch, and print samples."""
     os.environ["TORCH_FR_BUFFER_SIZE"] = _RECORDED
     outcomes: Counter[str] = Counter()
     started = time.monotonic()

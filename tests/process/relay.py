@@ -15,7 +15,7 @@ _HEADER = struct.Struct("=6Q")
 _WITH_DATA = (0, 1)
 _SEQUENCE_NUMBER_BYTES = 8
 _FIRST_PORT = 20_000  # below those that the kernel chooses: gloo connects to the lower one
-_CODE_BYTES, _FLOAT_BYTES = 32, 4
+_FLOAT_BYTES = 4
 
 
 def listener() -> socket.socket:
@@ -31,12 +31,9 @@ def listener() -> socket.socket:
 
 def take(connection: socket.socket, size: int) -> bytes:
     """Receive so many bytes."""
-    data = b""
-    while len(data) < size:
-        part = connection.recv(size - len(data))
-        if not part:
-            raise OSError("closed")
-        data += part
+    data = connection.recv(size, socket.MSG_WAITALL)
+    if len(data) < size:
+        raise OSError("closed")
     return data
 
 

@@ -98,27 +98,20 @@ class KillAt(Callback):
     """SIGKILL for one rank after a step."""
 
     def __init__(self, rank: int, step: int) -> None:
-        self.rank = rank
-        self.step = step
+        self.place = rank, step
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (trainer.global_rank, trainer.global_step) == (self.rank, self.step):
+        if (trainer.global_rank, trainer.global_step) == self.place:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 class ThroughTorch(CheckpointIO):
     """Leaves all to `TorchCheckpointIO`."""
 
-    inner = TorchCheckpointIO()
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
-        self.inner.save_checkpoint(checkpoint, path)
-
-    def load_checkpoint(self, path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
-        return self.inner.load_checkpoint(path, map_location)
-
-    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        self.inner.remove_checkpoint(path)
+    _inner = TorchCheckpointIO()
+    save_checkpoint = _inner.save_checkpoint
+    load_checkpoint = _inner.load_checkpoint
+    remove_checkpoint = _inner.remove_checkpoint
 
 
 class KillWhileSaving(ThroughTorch):

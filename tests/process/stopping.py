@@ -1,14 +1,13 @@
 """What is trained while signals arrive: importable, so that spawned workers find it."""
 
 import json
+import multiprocessing
 import os
 import random
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from typing_extensions import override
 from rankwise import Trainer
 from rankwise.callbacks import Callback
 from rankwise.processes.fork_safety import import_dynamo
+from tests.helpers import processes
 from tests.process.resume_tasks import ThroughTorch
 from tests.process.training_tasks import Regression, dataset, quiet_trainer
 
@@ -52,8 +52,6 @@ class Slow(Regression):
 
 
 class SlowIO(ThroughTorch):
-    """Saves slowly."""
-
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any) -> None:
         time.sleep(2.5)
@@ -87,7 +85,6 @@ class Notes(Callback):
         self.note(trainer, module)
 
     def note(self, trainer: Any, module: Any) -> None:
-        """Write down the step and a few weights."""
         self.noted = trainer.global_step
         facts = {"step": trainer.global_step, "bias": module.net[0].bias.tolist()}
         (self.folder / f"end{trainer.global_rank}").write_text(json.dumps(facts))
@@ -95,13 +92,11 @@ class Notes(Callback):
 
 def train(strategy: str, folder: str, options: str = "") -> None:
     """Train for very long; `options`: accumulate, validate (long), workers, slow saving, should_stop."""
-    arguments: dict[str, Any] = {}
-    if options == "slow saving":
-        arguments["plugins"] = SlowIO()
-    if options == "accumulate":
-        arguments["accumulate_grad_batches"] = 3
+    plugins = SlowIO() if options == "slow saving" else None
+    accumulated = 3 if options == "accumulate" else 1
     notes = Notes(folder, 7 if options == "should_stop" else None)
-    trainer = trainer_of(strategy, folder, notes, **arguments, val_check_interval=5)
+    chosen = {"plugins": plugins, "accumulate_grad_batches": accumulated, "val_check_interval": 5}
+    trainer = trainer_of(strategy, folder, notes, **chosen)
     workers = 2 if options == "workers" else 0
     loader: DataLoader[Any] = DataLoader(dataset(100_000), batch_size=4, num_workers=workers)
     samples = {"validate": 33, "validate long": 80_003}.get(options)
@@ -168,62 +163,36 @@ def series(who: str, rounds: str, seed: str, folder: str) -> None:
     import_dynamo()
     chance = random.Random(int(seed))
     for number in range(int(rounds)):
-        place, options = Path(folder) / str(number), chance.choice(OPTIONS)
+        place, options, moment_s = Path(folder) / str(number), chance.choice(OPTIONS), chance.random() / 2
         place.mkdir()
-        main = _forked("ddp_fork", str(place), options)
-        _wait(partial(_trains, place), main, "training")
-        moment_s = chance.random() / 2
-        time.sleep(moment_s)
-        send_to(main, who, place)
-        codes: list[int] = []
-        _wait(partial(_has_ended, main, codes), main, "the end")
-        assert codes == [CODE], (codes, number, options)
-        check_end(place)
-        _wait(partial(_is_empty, main), main, "nobody left")
+        _check_round(place, who, options, moment_s)
         print(f"round {number} {options or 'plain'}, {moment_s:.3f} s: in order", flush=True)
 
 
-def _forked(*arguments: str) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
+def _check_round(place: Path, who: str, options: str, moment_s: float) -> None:
+    main: Any = multiprocessing.get_context("fork").Process(target=_train_in_session, args=(place, options))
+    main.start()
+    pids = [place / f"pid{rank}" for rank in range(2)]
+    _wait(lambda: all(file.exists() and file.read_text() for file in pids), main, "training")
+    time.sleep(moment_s)
+    send_to(main.pid, who, place)
+    _wait(lambda: not main.is_alive(), main, "the end")
+    assert main.exitcode == CODE, (main.exitcode, place, options)
+    check_end(place)
+    _wait(lambda: not processes.in_session(main.pid), main, "nobody left")
+
+
+def _train_in_session(folder: Path, options: str) -> None:
     os.setsid()
-    code = 1
-    try:
-        train(*arguments)
-    except SystemExit as ended:
-        code = int(ended.code or 0)
-    except BaseException:
-        traceback.print_exc()
-    os._exit(code)
+    train("ddp_fork", str(folder), options)
 
 
-def _wait(is_so: Callable[[], bool], main: int, what: str) -> None:
+def _wait(is_so: Callable[[], bool], main: Any, what: str) -> None:
     deadline = time.monotonic() + _LIMIT_S
     while not is_so():
         if time.monotonic() > deadline:
-            os.killpg(main, signal.SIGUSR2)  # the stacks of all ranks
+            os.killpg(main.pid, signal.SIGUSR2)  # the stacks of all ranks
             time.sleep(1)
-            os.killpg(main, signal.SIGKILL)
+            os.killpg(main.pid, signal.SIGKILL)
             raise AssertionError(f"waited {_LIMIT_S} s in vain for: {what}")
         time.sleep(0.005)
-
-
-def _trains(folder: Path) -> bool:
-    files = [folder / f"pid{rank}" for rank in range(2)]
-    return all(file.exists() and file.read_text() for file in files)
-
-
-def _has_ended(pid: int, codes: list[int]) -> bool:
-    ended, status = os.waitpid(pid, os.WNOHANG)
-    if ended:
-        codes.append(os.waitstatus_to_exitcode(status))
-    return bool(ended)
-
-
-def _is_empty(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return True
-    return False

@@ -3,11 +3,10 @@
 import re
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,6 @@ KEYS = {
 Lie = Callable[["LyingStore", str], bytes]
 
 
-@final
 @dataclass(frozen=True)
 class Attack:
     """What a rank reads in place of the values of some keys; `folder` has what earlier runs have read."""
@@ -43,15 +41,17 @@ class Attack:
         return re.search(KEYS[self.keys], key) is not None
 
 
-@final
+def _passed_on(name: str) -> Callable[..., Any]:
+    return lambda self, *arguments: getattr(self.store, name)(*arguments)
+
+
 class LyingStore(dist.Store):
     """A rank's client of the TCP store, as if a stranger had set keys, deleted or delayed them before."""
 
     def __init__(self, store: dist.Store, attack: Attack, rank: int) -> None:
         super().__init__()
         self.store: Any = store
-        self.attack = attack
-        self.rank = rank
+        self.attack, self.rank = attack, rank
 
     def get(self, key: str) -> bytes:
         """Return a lie for a key that is attacked; keep each true value for later runs."""
@@ -61,8 +61,12 @@ class LyingStore(dist.Store):
 
     def true_value(self, key: str) -> bytes:
         value = bytes(self.store.get(key))
-        (self.attack.folder / f"{self.rank} {_file_name(key)}").write_bytes(value)
+        self.file_of(key).write_bytes(value)
         return value
+
+    def file_of(self, key: str) -> Path:
+        """Return the file with what this rank has read last."""
+        return self.attack.folder / f"{self.rank} {key.replace('/', '_')}"
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         found = bytes(self.store.compare_set(key, expected, desired))
@@ -80,33 +84,17 @@ class LyingStore(dist.Store):
             return ["never set"]
         return [key for key in keys if self.attack.lie != "forge" or not self.attack.is_for(key)]
 
-    def set(self, key: str, value: str | bytes) -> None:
-        self.store.set(key, value)
-
     def add(self, key: str, value: int) -> int:
         if self.attack.lie == "count" and self.attack.is_for(key):
             self.store.add(key, 1 << 32)  # as if one more rank had voted for something
         return int(self.store.add(key, value))
 
-    def delete_key(self, key: str) -> bool:
-        return bool(self.store.delete_key(key))
-
+    set: Any = _passed_on("set")
+    delete_key: Any = _passed_on("delete_key")
     deleteKey = delete_key  # noqa: N815  the name that torch's PrefixStore calls
-
-    def num_keys(self) -> int:
-        return int(self.store.num_keys())
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self.store.set_timeout(timeout)
-
-    @property
-    def timeout(self) -> timedelta:
-        timeout: timedelta = self.store.timeout
-        return timeout
-
-
-def _file_name(key: str) -> str:
-    return key.replace("/", "_")
+    num_keys: Any = _passed_on("num_keys")
+    set_timeout: Any = _passed_on("set_timeout")
+    timeout: Any = property(lambda self: self.store.timeout)
 
 
 def _relayed(store: LyingStore, key: str) -> bytes:
@@ -125,15 +113,13 @@ def _of_other_rank(store: LyingStore, key: str) -> bytes:
 def _of_other_group(store: LyingStore, key: str) -> bytes:
     """Return what the same rank had read of the default group in place of a later group."""
     value = store.true_value(key)
-    earlier = re.sub(r"(/\d+//)\d+//", r"\1", key)  # whatever number the first group has
-    with suppress(FileNotFoundError):
-        return (store.attack.folder / f"{store.rank} {_file_name(earlier)}").read_bytes()
-    return value
+    file = store.file_of(re.sub(r"(/\d+//)\d+//", r"\1", key))  # whatever number the first group has
+    return file.read_bytes() if file.exists() else value
 
 
 def _of_earlier_run(store: LyingStore, key: str) -> bytes:
     """Return what the same rank had read in an earlier run; keep it the first time."""
-    file = store.attack.folder / f"{store.rank} {_file_name(key)}"
+    file = store.file_of(key)
     return file.read_bytes() if file.exists() else store.true_value(key)
 
 

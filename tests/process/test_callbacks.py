@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 from rankwise.callbacks import (
     BackboneFinetuning,
     BasePredictionWriter,
-    Callback,
     EarlyStopping,
     EMAWeightAveraging,
+    LambdaCallback,
     LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
@@ -25,19 +25,26 @@ from rankwise.callbacks import (
 )
 from rankwise.errors import ConfigurationError, WorkerRaisedError
 from rankwise.loggers import CSVLogger
+from tests.process.exception_tasks import Fails
 from tests.process.training_tasks import FEATURES, Regression, dataset, loader, quiet_trainer
 
 
 @pytest.mark.quick
-def test_learning_rates_are_logged_once(tmp_path: Path) -> None:
-    """One rank logs, and the caller of the ranks has all values."""
+def test_what_monitors_log(tmp_path: Path) -> None:
+    """One rank logs the learning rates and the throughput of all; the caller of the ranks has the rates."""
     monitor, logger = LearningRateMonitor(), CSVLogger(tmp_path)
-    trainer = quiet_trainer("ddp_fork", 2, max_epochs=2, callbacks=monitor, logger=logger)
-    trainer.fit(Regression("adam"), loader(16, 4))
+    callbacks = [monitor, ThroughputMonitor(lambda batch: len(batch[0]))]
+    options = {"max_epochs": 2, "log_every_n_steps": 1, "logger": logger}
+    quiet_trainer("ddp_fork", 2, callbacks=callbacks, **options).fit(Regression("adam"), loader(16, 4))
     with (Path(logger.log_dir) / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["lr-Adam"]]
-    assert [(row["step"], float(row["lr-Adam"])) for row in rows] == [("0", 0.01), ("2", 0.005)]
+        rows = list(csv.DictReader(file))
+    rates = [(row["step"], float(row["lr-Adam"])) for row in rows if row["lr-Adam"]]
+    assert rates == [("0", 0.01), ("2", 0.005)]
     assert monitor.lrs == {"lr-Adam": [0.01, 0.005]}
+    steps = [row for row in rows if row["train/batches"]]
+    assert [row["train/samples"] for row in steps] == ["4.0", "8.0", "12.0", "16.0"]
+    of_all, of_one = (float(steps[1][f"train/{of}samples_per_sec"]) for of in ("", "device/"))
+    assert of_all == pytest.approx(2 * of_one)
 
 
 class Worse(Regression):
@@ -50,9 +57,8 @@ class Worse(Regression):
 @pytest.mark.quick
 def test_early_stopping_after_epochs() -> None:
     """With check_on_train_epoch_end all ranks stop after the same epoch."""
-    stopping = EarlyStopping(
-        "value", patience=1, check_on_train_epoch_end=True, verbose=True, log_rank_zero_only=True
-    )
+    options: dict[str, Any] = {"check_on_train_epoch_end": True, "verbose": True, "log_rank_zero_only": True}
+    stopping = EarlyStopping("value", patience=1, **options)
     trainer = quiet_trainer("ddp_fork", 2, max_epochs=9, callbacks=stopping)
     trainer.fit(Worse(), loader(16, 4), loader(8, 4))
     assert (trainer.current_epoch, stopping.stopped_epoch) == (2, 1)
@@ -69,9 +75,8 @@ class OneClock(ModelCheckpoint):
 
 def test_checkpoints_by_time(tmp_path: Path) -> None:
     """Rank 0's clock counts; a linked last checkpoint is one file with the best."""
-    saving = OneClock(
-        tmp_path, "{step}", save_top_k=-1, train_time_interval=timedelta(microseconds=1), save_last="link"
-    )
+    often = timedelta(microseconds=1)
+    saving = OneClock(tmp_path, "{step}", save_top_k=-1, train_time_interval=often, save_last="link")
     trainer = quiet_trainer("ddp_fork", 2, max_epochs=1, callbacks=saving, enable_checkpointing=True)
     trainer.fit(Regression(), loader(16, 4))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "step=1.ckpt", "step=2.ckpt"]
@@ -104,20 +109,18 @@ class Normalised(Regression):
 def test_averaged_weights_are_everybodys(tmp_path: Path) -> None:
     """All ranks validate one average; their caller gets it, and the checkpoint has it."""
     saving = ModelCheckpoint(tmp_path, "own")
-    trainer = quiet_trainer(
-        "ddp_forkserver",
-        2,
-        max_epochs=2,
-        callbacks=[EMAWeightAveraging(decay=0.5), saving],
-        enable_checkpointing=True,
-    )
+    options = {"callbacks": [EMAWeightAveraging(decay=0.5), saving], "enable_checkpointing": True}
     module = Normalised()
+    trainer = quiet_trainer("ddp_forkserver", 2, max_epochs=2, **options)
     trainer.fit(module, loader(16, 4), loader(8, 4))
-    saved = torch.load(saving.best_model_path, weights_only=True)
-    assert saved["state_dict"].keys() == module.state_dict().keys()
-    for name, value in module.state_dict().items():
-        torch.testing.assert_close(value, saved["state_dict"][name])
-    assert not torch.equal(saved["current_model_state"]["net.0.weight"], module.state_dict()["net.0.weight"])
+    saved, found = torch.load(saving.best_model_path, weights_only=True), module.state_dict()
+    torch.testing.assert_close(dict(found), dict(saved["state_dict"]))
+    assert not torch.equal(saved["current_model_state"]["net.0.weight"], found["net.0.weight"])
+
+
+def assert_same_weights(*modules: nn.Module) -> None:
+    one, two = (list(module.parameters()) for module in modules)
+    torch.testing.assert_close(one, two, rtol=0, atol=1e-9)
 
 
 @pytest.mark.quick
@@ -129,13 +132,10 @@ def test_the_average_of_one_process() -> None:
         trainer = quiet_trainer(strategy, devices, max_epochs=3, callbacks=averaging)
         trainer.fit(module, loader(16, 8 // devices))
         assert len(trainer.lr_scheduler_configs) == 1
-    for one, two in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
-        torch.testing.assert_close(one, two, rtol=0, atol=1e-9)
+    assert_same_weights(*modules)
 
 
 class WithRate(Regression):
-    """Has a learning rate that can be set."""
-
     lr = 0.1
 
     def configure_optimizers(self) -> Any:
@@ -157,8 +157,6 @@ def test_the_learning_rate_of_one_process() -> None:
 
 
 class WithBackbone(Regression):
-    """A network over a backbone."""
-
     def __init__(self) -> None:
         super().__init__()
         self.backbone = nn.Linear(FEATURES, FEATURES, dtype=torch.double)
@@ -172,23 +170,19 @@ class WithBackbone(Regression):
 
 @pytest.mark.quick
 def test_a_backbone_on_two_ranks() -> None:
-    """Two fits, of spawned ranks, train the backbone from its epoch on as one fit of one process does."""
-    modules = [WithBackbone(), WithBackbone()]
-    callback = BackboneFinetuning(1)
+    """Two fits, of forked ranks, train the backbone from its epoch on as one fit of one process does."""
+    module, expected, callback = WithBackbone(), WithBackbone(), BackboneFinetuning(1)
     one = quiet_trainer("single_device", 1, max_epochs=4, callbacks=BackboneFinetuning(1))
-    one.fit(modules[0], loader(16, 8))
+    one.fit(expected, loader(16, 8))
     two = quiet_trainer("ddp_fork", 2, max_epochs=2, callbacks=callback)
-    two.fit(modules[1], loader(16, 4))
+    two.fit(module, loader(16, 4))
     assert callback.previous_backbone_lr == pytest.approx(0.001)
     two.max_epochs = 4
-    two.fit(modules[1], loader(16, 4))
-    for mine, theirs in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-9)
+    two.fit(module, loader(16, 4))
+    assert_same_weights(module, expected)
 
 
 class Writing(BasePredictionWriter):
-    """Writes a file for each rank."""
-
     def __init__(self, folder: Path) -> None:
         super().__init__("epoch")
         self.folder = folder
@@ -211,47 +205,13 @@ def test_each_rank_writes_its_predictions(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
-def test_the_throughput_of_all_ranks(tmp_path: Path) -> None:
-    """Beside rank 0's throughput there is that of all, in one file."""
-    logger = CSVLogger(tmp_path)
-    monitor = ThroughputMonitor(lambda batch: len(batch[0]))
-    trainer = quiet_trainer(
-        "ddp_fork", 2, max_epochs=1, callbacks=monitor, logger=logger, log_every_n_steps=1
-    )
-    trainer.fit(Regression(), loader(16, 4))
-    with (Path(logger.log_dir) / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["train/batches"]]
-    assert [row["train/samples"] for row in rows] == ["4.0", "8.0"]
-    assert float(rows[1]["train/samples_per_sec"]) == pytest.approx(
-        2 * float(rows[1]["train/device/samples_per_sec"])
-    )
-
-
-class Exceptions(Callback):
-    """Notes what it gets, and what the Trainer says."""
-
-    def __init__(self) -> None:
-        self.seen: list[BaseException] = []
-
-    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        assert trainer.interrupted
-        self.seen.append(exception)
-
-
-class FailsOnRankOne(Regression):
-    """Raises on one rank."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        if self.global_rank == 1:
-            raise ValueError("only here")
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.quick
 def test_exceptions_reach_the_caller() -> None:
     """The caller's callbacks get what `fit` raises, once."""
-    callback = Exceptions()
+    seen: list[tuple[bool, BaseException]] = []
+    callback = LambdaCallback(
+        on_exception=lambda trainer, _, error: seen.append((trainer.interrupted, error))
+    )
     trainer = quiet_trainer("ddp_fork", 2, max_epochs=1, callbacks=callback)
-    with pytest.raises(WorkerRaisedError, match="only here") as caught:
-        trainer.fit(FailsOnRankOne(), loader(16, 4))
-    assert callback.seen == [caught.value]
+    with pytest.raises(WorkerRaisedError, match="the first failure") as caught:
+        trainer.fit(Fails(1), loader(32, 4))
+    assert seen == [(True, caught.value)]
