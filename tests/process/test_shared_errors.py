@@ -1,13 +1,11 @@
 """What only one rank finds out, such as a missing file, is the same error on every rank."""
 
-import json
-import sys
 from typing import Any
 
 import pytest
 
 from tests.helpers.shared import computed_once
-from tests.process.helpers import module_runner, with_tests
+from tests.process.helpers import TORCHRUN, printed_by_ranks
 
 SCRIPT = """
     import json, os, sys
@@ -75,18 +73,13 @@ SCRIPT = """
     }
     sys.stdout.write(json.dumps(outcomes) + "\\n")
 """
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 @pytest.fixture
 @computed_once
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks has got from each call, rank 0 first or last."""
-    with module_runner(tmp_path_factory.mktemp("errors")) as runner:
-        command = [*TORCHRUN, str(runner.write(SCRIPT))]
-        result = runner.command(command, env=with_tests(), timeout=120, siblings=2)
-    assert result.returncode == 0, result
-    return list(map(json.loads, result.stdout.splitlines()))
+    return printed_by_ranks(tmp_path_factory.mktemp("errors"), SCRIPT, TORCHRUN)
 
 
 def test_every_rank_raises_the_same(ranks: list[dict[str, Any]]) -> None:
