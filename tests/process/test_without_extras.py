@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -104,23 +105,16 @@ def test_doctor(run_script: ScriptRunner, without_optional: dict[str, str]) -> N
 # ------------------------------------------------------------------------------------- a wheel, installed
 
 
-def requirements(name: str, found: set[str]) -> set[str]:
-    """Return the names of a distribution and all that it needs, extras aside."""
-    if name not in found:
-        found.add(name)
-        for line in importlib.metadata.requires(name) or []:
-            needed = re.match(r"[\w.-]+", line)
-            if needed and "extra ==" not in line and _is_installed(needed[0]):
-                requirements(re.sub(r"[-_.]+", "-", needed[0]).lower(), found)
-    return found
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+def requirements(name: str, found: set[str]) -> None:
+    """Add the names of an installed distribution and of all that it needs, extras aside."""
+    name = re.sub(r"[-_.]+", "-", name).lower()
+    with suppress(importlib.metadata.PackageNotFoundError):
+        lines = importlib.metadata.requires(name) or []
+        if name not in found:
+            found.add(name)
+            for line in lines:
+                if "extra ==" not in line:
+                    requirements(re.split(r"[^\w.-]", line, maxsplit=1)[0], found)
 
 
 def link_distribution(name: str, folder: Path) -> None:
