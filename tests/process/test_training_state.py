@@ -1,13 +1,13 @@
 """After training in other processes the calling process has the same state as if it had trained."""
 
-import os
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
+from torch.utils.data import DataLoader
 
 from rankwise import Trainer
 from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
@@ -15,7 +15,9 @@ from rankwise.errors import WorkerRaisedError
 from tests.helpers.bucket import Bucket
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import ddp, with_tests
-from tests.process.training_tasks import FEATURES, Regression, dataset, loader, quiet_trainer
+from tests.process.training_tasks import Regression, dataset, loader, quiet_trainer
+from tests.unit.trainer.helpers import samples
+from tests.unit.trainer.test_state_transfer import Changing, OnlyThere
 
 ELSEWHERE = [pytest.param("ddp_spawn", marks=pytest.mark.soak), "ddp_fork", "ddp_forkserver"]
 
@@ -126,63 +128,28 @@ def test_a_second_run_has_a_last_checkpoint_of_its_own(scheme: str, tmp_path: Pa
         assert saving.last_model_path == f"{folder}/{list(steps)[-1]}"
 
 
-class Adapter(nn.Module):
-    """A trained layer beside one that it keeps, as adapters for fine-tuning have."""
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.added = nn.Linear(FEATURES, 7).double()
-        self.base = base
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.base(x) + self.added(x)
-
-
-class Adapted(Regression):
-    """Replaces a layer when a fit begins, once."""
-
-    def setup(self, stage: str) -> None:
-        torch.manual_seed(8)
-        if not isinstance(self.net[0], Adapter):
-            self.net[0] = Adapter(self.net[0])
-
-
-class Doubled(nn.Module):
-    """Parametrizes a tensor by its half."""
-
-    def forward(self, half: torch.Tensor) -> torch.Tensor:
-        return 2 * half
-
-
-class Parametrized(Regression):
-    """Parametrizes a layer when a fit begins, once."""
-
-    def setup(self, stage: str) -> None:
-        if not parametrize.is_parametrized(self.net[0]):
-            parametrize.register_parametrization(self.net[0], "weight", Doubled())
-
-
 @pytest.mark.parametrize(
-    ("kind", "strategy"),
+    ("way", "ends", "strategy"),
     [
-        *((Adapted, "ddp_fork"), (Parametrized, "ddp_fork")),
-        pytest.param(Parametrized, "ddp_spawn", marks=pytest.mark.soak),
+        *(("adapter", [3], "ddp_fork"), ("parametrized", [2, 4], "ddp_fork")),
+        pytest.param("parametrized", [2, 4], "ddp_spawn", marks=pytest.mark.soak),
     ],
 )
-def test_changed_layers_come_back(kind: type[Regression], strategy: str) -> None:
+def test_changed_layers_come_back(way: str, ends: list[int], strategy: str) -> None:
     """What `setup` makes of the layers is in the caller, around those that it has, and in the next fit."""
-    expected, module = kind(), kind()
-    first = module.net[0]
-    for each, name, devices in ((expected, "single_device", 1), (module, strategy, 2)):
-        trainer = quiet_trainer(name, devices, max_steps=2)
-        trainer.fit(each, loader(24, 8 // devices))
-        trainer.max_steps = 4
-        trainer.fit(each, loader(24, 8 // devices))
-    assert first in [*module.net[0].modules()]
+    expected = Changing(way)
+    module = copy.deepcopy(expected)
+    first, name = module.layer, f"{strategy}_find_unused_parameters_true"
+    for each, kind, devices in ((expected, "single_device", 1), (module, name, 2)):
+        trainer = quiet_trainer(kind, devices)
+        for max_steps in ends:
+            trainer.max_steps = max_steps
+            trainer.fit(each, DataLoader(samples(16), 8 // devices))
+    assert first in [*module.modules()]
     assert list(module.state_dict()) == list(expected.state_dict())
-    torch.testing.assert_close(module.state_dict(), expected.state_dict(), rtol=0, atol=1e-12)
-    x = dataset(15).tensors[0]
-    torch.testing.assert_close(module(x), expected(x), rtol=0, atol=1e-12)
+    torch.testing.assert_close(module.state_dict(), expected.state_dict())
+    x = samples().tensors[0]
+    torch.testing.assert_close(module.layer(x), expected.layer(x))
 
 
 class ChangesItsClass(Regression):
@@ -204,18 +171,6 @@ def test_a_class_that_cannot_come_back() -> None:
     quiet_trainer("ddp_fork", 2, max_steps=1).fit(expected, loader(24, 4))
     assert torch.equal(module.state_dict()["net.0.weight"], expected.state_dict()["net.0.weight"])
     assert type(module.net[0]) is nn.Linear
-
-
-class OnlyInWorkers:
-    """Can be read by the process that has made it, and by no other."""
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        if self.pid != os.getpid():
-            raise RuntimeError("not here")
 
 
 class Wrapped(torch.optim.Optimizer):
@@ -248,7 +203,7 @@ class FailsToSend(Callback):
         module.added = nn.Linear(2, 2)
         module.added.function = lambda: None
         module.unreadable = nn.Linear(2, 2)
-        module.unreadable.only_there = OnlyInWorkers()
+        module.unreadable.only_there = OnlyThere()
         module.fine = nn.Linear(2, 2).requires_grad_(False)
         module.net[1].fine = module.fine
 
@@ -267,7 +222,7 @@ class FailsToLoad(Callback):
         return f"FailsToLoad {self.way}"
 
     def state_dict(self) -> dict[str, Any]:
-        return {"value": {"pickle": lambda: None, "read": OnlyInWorkers(), "load": None}[self.way]}
+        return {"value": {"pickle": lambda: None, "read": OnlyThere(), "load": None}[self.way]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         raise RuntimeError("cannot be loaded")
@@ -301,10 +256,10 @@ def test_what_cannot_come_back_fails_alone(strategy: str) -> None:
         "probe: ValueError: Default process group",
         "optimizers (AttributeError: Can't pickle local object",
         "module.added (AttributeError: Can't pickle local object",
-        "module.unreadable (RuntimeError: not here)",
+        "module.unreadable (ImportError: no module named 'there')",
         "state of FailsToSend (KeyError: 'no state')",
         "state of FailsToLoad 1 (AttributeError: Can't pickle local object",
-        "state of FailsToLoad 2 (RuntimeError: not here)",
+        "state of FailsToLoad 2 (ImportError: no module named 'there')",
         "state of FailsToLoad 3 (RuntimeError: cannot be loaded)",
     ):
         assert lost in texts, texts
