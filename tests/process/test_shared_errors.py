@@ -34,20 +34,16 @@ SCRIPT = """
         def log_hyperparams(self, params):
             raise OwnError("no disk")
 
-    class WithHyperParameters(Regression):
-        def __init__(self):
-            super().__init__()
-            self.hparams["size"] = 1
-
     def trainer(**options):
         return quiet_trainer("ddp", "auto", **{"max_epochs": 1, **options})
 
-    def saving(**options):
-        return {"callbacks": [ModelCheckpoint("saved", **options)], "enable_checkpointing": True}
+    def saving(folder="saved", **options):
+        return {"callbacks": [ModelCheckpoint(folder, **options)], "enable_checkpointing": True}
 
-    def fit(ckpt_path=None, module=Regression, **options):
-        made = trainer(**options)
-        made.fit(module(), loader(8, 2), ckpt_path=ckpt_path)
+    def fit(ckpt_path=None, **options):
+        made, module = trainer(**options), Regression()
+        module.hparams["size"] = 1
+        made.fit(module, loader(8, 2), ckpt_path=ckpt_path)
         return made.global_step
 
     def outcome(function, *args, **options):
@@ -67,8 +63,8 @@ SCRIPT = """
         "saved": outcome(fit, **saving()),
         "read": outcome(fit, "saved/epoch=0-step=2.ckpt", max_epochs=2, plugins=[OnOneRank()]),
         "removed": outcome(fit, max_epochs=2, plugins=[OnOneRank()], **saving(every_n_epochs=1)),
-        "folder": outcome(fit, **{**saving(), "callbacks": [ModelCheckpoint("a_file/checkpoints")]}),
-        "hparams": outcome(fit, module=WithHyperParameters, logger=NoHyperParameters(".")),
+        "folder": outcome(fit, **saving("a_file/checkpoints")),
+        "hparams": outcome(fit, logger=NoHyperParameters(".")),
         "works": outcome(fit),
     }
     sys.stdout.write(json.dumps(outcomes) + "\\n")
