@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rankwise.callbacks import LambdaCallback
+from rankwise.callbacks import LambdaCallback, Timer
 from rankwise.profilers import SimpleProfiler
 from rankwise.trainer.loops import validation
 from tests.process.training_tasks import Regression, loader, quiet_trainer
@@ -108,3 +108,20 @@ def test_validation_after_a_time() -> None:
     trainer = quiet_trainer("ddp_fork", 2, max_epochs=1, val_check_interval=timedelta(microseconds=1))
     trainer.fit(SeesValidation(), loader(16, 4), loader(8, 4))
     assert "val_loss" in trainer.callback_metrics
+
+
+class OneRankIsLate(Regression):
+    """On rank 1 alone an hour passes in batch 1."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        [timer] = [callback for callback in self.trainer.callbacks if isinstance(callback, Timer)]
+        if batch_idx == 1 and self.global_rank == 1:
+            timer.load_state_dict({"time_elapsed": 3600.0})
+
+
+def test_one_ranks_time_ends_training_on_all() -> None:
+    """No rank waits for a stopped one, and the caller has the number of steps."""
+    trainer = quiet_trainer("ddp_fork", 2, max_epochs=50, max_time={"hours": 1})
+    trainer.fit(OneRankIsLate(), loader(48, 4))
+    assert 2 <= trainer.global_step < 300
+    assert trainer.should_stop
