@@ -37,19 +37,15 @@ class Draws(Regression):
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
+    def forward(self, x: Tensor) -> Tensor:
+        self.modes.append(torch.is_inference_mode_enabled())
+        return super().forward(x)
+
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         torch.rand(2)
         assert (self.trainer.model is not self) == (self.trainer.world_size > 1)
         self.checked += self.trainer.sanity_checking
         super().validation_step(batch, batch_idx)
-
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.modes.append(torch.is_inference_mode_enabled())
-        super().test_step(batch, batch_idx)
-
-    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        self.modes.append(torch.is_inference_mode_enabled())
-        return super().predict_step(batch, batch_idx)
 
 
 @pytest.mark.quick

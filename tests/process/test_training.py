@@ -10,11 +10,13 @@ from tests.process.helpers import with_tests
 from tests.process.training_tasks import CountingStrategy, train_twenty_steps
 
 SCRIPT = """
-import sys
-from tests.process.training_tasks import write_twenty_steps
+    import sys, torch
+    from tests.process.training_tasks import CountingStrategy, train_twenty_steps
 
-if __name__ == "__main__":
-    write_twenty_steps(sys.argv[1], "popen", int(sys.argv[2]))
+    strategy = CountingStrategy(start_method="popen")
+    state = train_twenty_steps(strategy, 2, int(sys.argv[2]))
+    if strategy.is_global_zero:
+        torch.save(state, sys.argv[1])
 """
 
 METHODS = ("popen", "spawn", "fork", "forkserver")
