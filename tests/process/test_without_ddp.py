@@ -15,6 +15,7 @@ from rankwise import DDPForkStrategy, DDPStrategy, Fabric, Strategy, Trainer
 from rankwise.callbacks import Callback
 from rankwise.errors import ConfigurationError, RankwiseError, UnknownArgumentError, WorkerRaisedError
 from tests.helpers.shared import computed_once
+from tests.process.test_sparse_gradients import Embedded, weights
 from tests.process.training_tasks import Regression, loader, quiet_trainer
 
 
@@ -123,13 +124,13 @@ class Keep(Callback):
 def test_models_may_differ_between_averages(tmp_path: Path) -> None:
     """A checkpoint, and the end of a fit, have the mean of models that differ; epochs do not compare them."""
     keep, module = Keep(tmp_path / "a.ckpt"), Regression()
-    weights = fit(ModelAveraging(period=100, **CPU), 2, module, callbacks=[keep])
+    found = fit(ModelAveraging(period=100, **CPU), 2, module, callbacks=[keep])
     saved = torch.load(keep.path, weights_only=True)["state_dict"]["net.2.bias"]
     at_checkpoint, at_end = keep.before
     assert at_checkpoint[0] != at_checkpoint[1]
     assert at_end[0] != at_end[1]
     torch.testing.assert_close(saved, at_checkpoint.mean(0))
-    torch.testing.assert_close(weights["2.bias"], at_end.mean(0))
+    torch.testing.assert_close(found["2.bias"], at_end.mean(0))
 
 
 class NeverAveraged(ModelAveraging):
@@ -159,14 +160,6 @@ class OwnBlock(DDPForkStrategy):
 class NotConnected(Strategy):
     def setup_environment(self) -> None:
         pass
-
-
-class Sparse(Regression):
-    """A layer whose gradients the default average cannot have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(2, 2, sparse=True)
 
 
 MISTAKES: dict[str, tuple[Callable[[], Strategy], str, str]] = {
@@ -217,7 +210,7 @@ def test_mistakes(mistake: str) -> None:
             r"OwnBlock\.gradient_sync_context\(\) is not called.*sync_gradients\(\)",
         ),
         (
-            lambda: fit(Strategy(**CPU), 2, Sparse()),
+            lambda: weights(Embedded(), Strategy(**CPU), 2),
             WorkerRaisedError,
             "Strategy cannot average sparse gradients",
         ),
