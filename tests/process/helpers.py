@@ -1,7 +1,9 @@
 """What the process tests share: strategies on two CPU processes, and how scripts find the tests' modules."""
 
 import itertools
+import json
 import os
+import sys
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -66,6 +68,15 @@ def module_runner(folder: Path) -> Iterator[ScriptRunner]:
             yield runner
         finally:
             runner.kill_all()
+
+
+def printed_by_ranks(folder: Path, source: str, launcher: Iterable[str] = ()) -> list[Any]:
+    """Run a script as two ranks, by itself or with a launcher's arguments; read what each prints as JSON."""
+    with module_runner(folder) as runner:
+        command = [sys.executable, *launcher, str(runner.write(source))]
+        result = runner.command(command, env=with_tests(), timeout=120, siblings=2)
+    assert result.returncode == 0, result
+    return list(map(json.loads, result.stdout.splitlines()))
 
 
 @dataclass(frozen=True)

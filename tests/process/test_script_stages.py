@@ -1,68 +1,59 @@
 """Stages of one script, whose processes go on after `fit`: one model, one random state, their own ranks."""
 
-import json
-import sys
 from typing import Any
 
 import pytest
 
+from tests.helpers.scripts import ScriptRunner
 from tests.helpers.shared import computed_once
-from tests.process.helpers import module_runner, with_tests
+from tests.process.helpers import TORCHRUN, printed_by_ranks, with_tests
 
 SCRIPT = """
     import json, os, random, time
     import torch
     from torch import nn
-    from torch.utils.data import DataLoader, TensorDataset
+    from torch.utils.data import DataLoader
     from rankwise import TrainingModule, rank_zero_only, seed_everything
     from rankwise.checkpoint import TorchCheckpointIO
     from rankwise.errors import CheckpointError
-    from tests.process.training_tasks import Regression, loader, quiet_trainer
+    from tests.process.training_tasks import FEATURES, Regression, dataset, loader, quiet_trainer
 
     def drawn():
         return [random.random(), float(torch.rand(1))]
 
-    class Norm(TrainingModule):
+    def network():
+        layers = [nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 1)]
+        return nn.Sequential(*layers).double()
+
+    class Norm(Regression):
         def __init__(self):
             super().__init__()
-            layers = [nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 1)]
-            self.net = nn.Sequential(*layers).double()
-
-        def training_step(self, batch, batch_idx):
-            return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+            self.net = network()
 
         def test_step(self, batch, batch_idx):
-            self.log("test", nn.functional.mse_loss(self.net(batch[0]), batch[1]))
+            self.log("test", nn.functional.mse_loss(self(batch[0]), batch[1]))
 
-        def predict_step(self, batch, batch_idx):
-            return self.net(batch[0])
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    class Late(Norm):  # its weights differ between the processes
+    class Late(Regression):  # its weights differ between the processes
         def __init__(self):
             TrainingModule.__init__(self)
 
         def setup(self, stage):
             facts["in setup"] = drawn()
             torch.manual_seed(os.getpid())
-            Norm.__init__(self)
+            self.net = network()
 
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(64, 3, dtype=torch.float64, generator=generator) * torch.linspace(0.2, 3, 64)[:, None]
-    data = TensorDataset(x.double(), x.double().sum(1, keepdim=True))
     seed_everything(3)
     trainer, model = quiet_trainer("ddp", 2, max_epochs=2), Norm()
     facts = {"before": [trainer.global_rank, trainer.is_global_zero, rank_zero_only.rank], "drawn": [drawn()]}
-    trainer.fit(model, DataLoader(data, 4))
+    trainer.fit(model, loader(64, 4))
     facts["drawn"].append(drawn())
-    facts["test"] = float(trainer.test(model, DataLoader(data, 8), verbose=False)[0]["test"])
+    facts["test"] = float(trainer.test(model, loader(64, 8), verbose=False)[0]["test"])
     facts["drawn"].append(drawn())
     model.eval()
     with torch.no_grad():
-        facts["by hand"] = float(nn.functional.mse_loss(model.net(data.tensors[0]), data.tensors[1]))
-    same = DataLoader(TensorDataset(torch.ones(4, 3, dtype=torch.float64)), 1)
+        x, y = dataset(64).tensors
+        facts["by hand"] = float(nn.functional.mse_loss(model(x), y))
+    same = DataLoader([(torch.ones(FEATURES).double(),)] * 4)
     torch.manual_seed(os.getpid())
     facts["predicted"] = torch.cat(quiet_trainer("ddp", 2).predict(Late(), same)).flatten().tolist()
     facts["rank"] = trainer.global_rank
@@ -87,18 +78,14 @@ SCRIPT = """
         facts["saved alone"] = os.path.exists("checkpoints/of rank 0 alone")
     print(json.dumps(facts), flush=True)
 """
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-@pytest.fixture(params=["ddp", pytest.param("torchrun", marks=pytest.mark.soak)])
+@pytest.fixture(params=[(), pytest.param(TORCHRUN, marks=pytest.mark.soak)], ids=["ddp", "torchrun"])
 @computed_once
 def facts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank of the script prints, by rank."""
-    with module_runner(tmp_path_factory.mktemp("script")) as runner:
-        command = TORCHRUN if request.param == "torchrun" else (sys.executable,)
-        result = runner.command([*command, str(runner.write(SCRIPT))], env=with_tests(), siblings=2)
-    assert result.returncode == 0, result
-    return sorted(map(json.loads, result.stdout.splitlines()), key=lambda facts: int(facts["rank"]))
+    printed = printed_by_ranks(tmp_path_factory.mktemp("script"), SCRIPT, request.param)
+    return sorted(printed, key=lambda facts: int(facts["rank"]))
 
 
 @pytest.mark.quick
@@ -131,3 +118,37 @@ def test_ranks_draw_the_same_before_the_batches(facts: list[dict[str, Any]]) -> 
     first, second = facts
     assert (first["drawn"], first["in setup"]) == (second["drawn"], second["in setup"])
     assert len({tuple(drawn) for drawn in first["drawn"]}) == 3
+
+
+UNSEEDED = """
+    import json, random, sys
+    {first}
+    import rankwise
+    import numpy as np
+    import torch
+    from torch.utils.data import random_split
+    from tests.process.training_tasks import Regression, loader, quiet_trainer
+
+    numbers = [random.random(), float(torch.rand(())), float(np.random.rand()), float(torch.randn(()))]
+    training, _ = random_split(torch.arange(40).tolist(), [32, 8])
+    numbers += list(training.indices)
+    sys.stdout.write(json.dumps(numbers) + "\\n")
+    {second}
+    quiet_trainer("ddp", 3, max_epochs=1).fit(Regression(), loader(12, 2))
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("", ""), ("import torch", ""), ("import torch; torch.manual_seed(3)", "random.seed(4)")],
+    ids=["before all others", "after torch", "seeded"],
+)
+def test_processes_begin_with_the_same_random_state(
+    first: str, second: str, run_script: ScriptRunner
+) -> None:
+    """Numbers of torch, NumPy and Python, and a random split, are the same before the launch."""
+    siblings = 2 if first else 0  # without `first`, nothing has been imported before
+    result = run_script(UNSEEDED.format(first=first, second=second), env=with_tests(), siblings=siblings)
+    assert result.returncode == 0, result
+    numbers, *others = result.stdout.splitlines()
+    assert others == [numbers] * 2

@@ -1,13 +1,11 @@
 """What only one rank finds out, such as a missing file, is the same error on every rank."""
 
-import json
-import sys
 from typing import Any
 
 import pytest
 
 from tests.helpers.shared import computed_once
-from tests.process.helpers import module_runner, with_tests
+from tests.process.helpers import TORCHRUN, printed_by_ranks
 
 SCRIPT = """
     import json, os, sys
@@ -36,20 +34,16 @@ SCRIPT = """
         def log_hyperparams(self, params):
             raise OwnError("no disk")
 
-    class WithHyperParameters(Regression):
-        def __init__(self):
-            super().__init__()
-            self.hparams["size"] = 1
-
     def trainer(**options):
         return quiet_trainer("ddp", "auto", **{"max_epochs": 1, **options})
 
-    def saving(**options):
-        return {"callbacks": [ModelCheckpoint("saved", **options)], "enable_checkpointing": True}
+    def saving(folder="saved", **options):
+        return {"callbacks": [ModelCheckpoint(folder, **options)], "enable_checkpointing": True}
 
-    def fit(ckpt_path=None, module=Regression, **options):
-        made = trainer(**options)
-        made.fit(module(), loader(8, 2), ckpt_path=ckpt_path)
+    def fit(ckpt_path=None, **options):
+        made, module = trainer(**options), Regression()
+        module.hparams["size"] = 1
+        made.fit(module, loader(8, 2), ckpt_path=ckpt_path)
         return made.global_step
 
     def outcome(function, *args, **options):
@@ -69,24 +63,19 @@ SCRIPT = """
         "saved": outcome(fit, **saving()),
         "read": outcome(fit, "saved/epoch=0-step=2.ckpt", max_epochs=2, plugins=[OnOneRank()]),
         "removed": outcome(fit, max_epochs=2, plugins=[OnOneRank()], **saving(every_n_epochs=1)),
-        "folder": outcome(fit, **{**saving(), "callbacks": [ModelCheckpoint("a_file/checkpoints")]}),
-        "hparams": outcome(fit, module=WithHyperParameters, logger=NoHyperParameters(".")),
+        "folder": outcome(fit, **saving("a_file/checkpoints")),
+        "hparams": outcome(fit, logger=NoHyperParameters(".")),
         "works": outcome(fit),
     }
     sys.stdout.write(json.dumps(outcomes) + "\\n")
 """
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 @pytest.fixture
 @computed_once
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks has got from each call, rank 0 first or last."""
-    with module_runner(tmp_path_factory.mktemp("errors")) as runner:
-        command = [*TORCHRUN, str(runner.write(SCRIPT))]
-        result = runner.command(command, env=with_tests(), timeout=120, siblings=2)
-    assert result.returncode == 0, result
-    return list(map(json.loads, result.stdout.splitlines()))
+    return printed_by_ranks(tmp_path_factory.mktemp("errors"), SCRIPT, TORCHRUN)
 
 
 def test_every_rank_raises_the_same(ranks: list[dict[str, Any]]) -> None:

@@ -23,41 +23,33 @@ from tests.process.helpers import ddp, with_tests
 
 JOB = """
     import sys, time, pathlib
-    import rankwise
-    from rankwise.strategies import DDPStrategy
     import torch, torch.distributed as dist
+    from rankwise.strategies import DDPStrategy
+    from tests.process.training_tasks import Regression, loader, quiet_trainer
 
-    def job(strategy):
+    def stay_up():
         dist.new_group([0, 1]).rank()
-        strategy.all_reduce(torch.ones(1))
         print("up", flush=True)
         while not pathlib.Path("stop").exists():
             time.sleep(0.02)
+
+    def job(strategy):
+        strategy.all_reduce(torch.ones(1))
+        stay_up()
         strategy.barrier()
 
-    if __name__ == "__main__":
-        start_method, rendezvous = sys.argv[1:]
-        options = {"rendezvous": rendezvous, "accelerator": "cpu", "devices": 2}
-        DDPStrategy(start_method=start_method, **options).launch(job)
-"""
-
-
-FIT = """
-    import sys, time, pathlib
-    import torch.distributed as dist
-    from tests.process.training_tasks import Regression, loader, quiet_trainer
-
     class Line(Regression):
-        def training_step(self, batch, batch_idx):
+        def on_train_batch_start(self, batch, batch_idx):
             if batch_idx == 1:
-                dist.new_group([0, 1]).rank()
-                print("up", flush=True)
-                while not pathlib.Path("stop").exists():
-                    time.sleep(0.02)
-            return super().training_step(batch, batch_idx)
+                stay_up()
 
     if __name__ == "__main__":
-        quiet_trainer(sys.argv[1], 2, max_epochs=1).fit(Line(), loader(8, 2))
+        if sys.argv[1] == "fit":
+            quiet_trainer(sys.argv[2], 2, max_epochs=1).fit(Line(), loader(8, 2))
+        else:
+            start_method, rendezvous = sys.argv[1:]
+            options = {"rendezvous": rendezvous, "accelerator": "cpu", "devices": 2}
+            DDPStrategy(start_method=start_method, **options).launch(job)
 """
 
 
@@ -94,24 +86,18 @@ def _listeners(namespace: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("program", "arguments"),
+    "arguments",
     [
-        (JOB, ["popen", "private"]),
-        (JOB, ["fork", "tcp"]),
-        pytest.param(JOB, ["popen", "tcp"], marks=pytest.mark.soak),
-        pytest.param(JOB, ["fork", "private"], marks=pytest.mark.soak),
-        pytest.param(JOB, ["spawn", "private"], marks=pytest.mark.soak),
-        pytest.param(JOB, ["forkserver", "tcp"], marks=pytest.mark.soak),
-        (FIT, ["ddp_notebook"]),
-        pytest.param(FIT, ["ddp"], marks=pytest.mark.soak),
+        *("popen private", "fork tcp", "fit ddp_notebook"),
+        *(
+            pytest.param(each, marks=pytest.mark.soak)
+            for each in ("popen tcp", "fork private", "spawn private", "forkserver tcp", "fit ddp")
+        ),
     ],
-    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
-def test_a_job_listens_on_loopback_only(
-    program: str, arguments: list[str], namespace: str, run_script: ScriptRunner
-) -> None:
+def test_a_job_listens_on_loopback_only(arguments: str, namespace: str, run_script: ScriptRunner) -> None:
     """Every listening socket is on 127.0.0.1; a store has one only with `rendezvous="tcp"`."""
-    running = run_script.start(program, *arguments, namespace=namespace, env=with_tests(), siblings=1)
+    running = run_script.start(JOB, *arguments.split(), namespace=namespace, env=with_tests(), siblings=1)
     running.wait_for("up", count=2)
     listeners = _listeners(namespace)
     (run_script.folder / "stop").touch()

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from rankwise import TrainingModule
 from rankwise.errors import ConfigurationError, WorkerRaisedError
 from tests.process.helpers import ddp
-from tests.process.training_tasks import quiet_trainer
+from tests.process.training_tasks import quiet_trainer, step_by_hand
 
 ROWS, BATCH = 10, 3
 POWERSGD = "powersgd:start_powerSGD_iter=2,matrix_approximation_rank=4"
@@ -35,10 +35,7 @@ class Embedded(TrainingModule):
             if self.trainer.strategy.gradient_weighting == "logged":
                 self.log_weight(len(numbers))
             return loss
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
+        step_by_hand(self, loss)
         return None
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -74,31 +71,30 @@ def check_equal(own: list[Tensor], bad: int | None = None, atol: float = 1e-12, 
     torch.testing.assert_close(own, expected, rtol=0, atol=atol)
 
 
+CLIPPED = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}
+
+
 @pytest.mark.quick
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True found no unused")
 @pytest.mark.parametrize(
-    ("options", "trainer_options", "atol"),
+    ("weighting", "options", "trainer_options", "atol"),
     [
-        ({"gradient_weighting": "samples"}, {}, 1e-12),
-        ({"gradient_weighting": "logged"}, {"gradient_clip_val": 0.3}, 1e-12),
-        (
-            {"gradient_weighting": "logged", "find_unused_parameters": True},
-            {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
-            1e-12,
-        ),
-        ({"gradient_weighting": "logged", "comm_hook": "fp16_compress"}, {}, 1e-2),
-        ({"gradient_weighting": "samples", "comm_hook": "bf16_compress"}, {"on_nonfinite": "skip"}, 1e-1),
-        ({"gradient_weighting": "samples", "comm_hook": "allreduce", "comm_wrapper": "fp16"}, {}, 1e-2),
-        ({"gradient_weighting": "samples", "comm_hook": POWERSGD}, {}, 1e-12),
+        ("samples", {}, {}, 1e-12),
+        ("logged", {}, {"gradient_clip_val": 0.3}, 1e-12),
+        ("logged", {"find_unused_parameters": True}, CLIPPED, 1e-12),
+        ("logged", {"comm_hook": "fp16_compress"}, {}, 1e-2),
+        ("samples", {"comm_hook": "bf16_compress"}, {"on_nonfinite": "skip"}, 1e-1),
+        ("samples", {"comm_hook": "allreduce", "comm_wrapper": "fp16"}, {}, 1e-2),
+        ("samples", {"comm_hook": POWERSGD}, {}, 1e-12),
     ],
 )
 def test_ranks_equal_one_process(
-    options: dict[str, Any], trainer_options: dict[str, Any], atol: float
+    weighting: str, options: dict[str, Any], trainer_options: dict[str, Any], atol: float
 ) -> None:
     """Hooks, weights, clipping and skipped steps: the weights of one process with dense gradients."""
     bad = 20 if "on_nonfinite" in trainer_options else None
-    own = weights(Embedded(), ddp("fork", **options), 2, bad, **trainer_options)
-    check_equal(own, bad, atol, **trainer_options)
+    strategy = ddp("fork", gradient_weighting=weighting, **options)
+    check_equal(weights(Embedded(), strategy, 2, bad, **trainer_options), bad, atol, **trainer_options)
 
 
 @pytest.mark.parametrize("number", [1, 2])

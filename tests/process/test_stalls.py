@@ -4,14 +4,13 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
 from typing import Any
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from rankwise.callbacks import Callback
 from rankwise.errors import WorkerTimedOutError
@@ -21,22 +20,19 @@ from tests.process.helpers import ddp
 from tests.process.training_tasks import Regression, dataset, quiet_trainer
 
 
-class Slow(Dataset[Any]):
+class Slow(TensorDataset):
     """Hangs in the rank that gets sample 9 (with two ranks, rank 1), by `how`."""
 
     def __init__(self, how: str) -> None:
-        self.samples = dataset(64)
+        super().__init__(*dataset(64).tensors)
         self.how = how
-
-    def __len__(self) -> int:
-        return len(self.samples)
 
     def __getitem__(self, index: int) -> Any:
         if index == 9 and self.how == "sleep":
             time.sleep(60)
         if index == 9 and self.how == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
-        return self.samples[index]
+        return tuple(column[index] for column in self.tensors)
 
 
 @pytest.mark.parametrize("how", ["sleep", "stop"])
@@ -136,10 +132,6 @@ def test_a_rank_that_does_not_say_when_to_stop() -> None:
     assert caught.value.last_seen[0].startswith("global_rank=1 was last in step 1, ")
 
 
-def before_the_group(strategy: Any) -> None:
-    """Do nothing; rank 1 does not get here."""
-
-
 class Late(DDPStrategy):
     """Rank 1 does not take part in the rendezvous."""
 
@@ -153,7 +145,7 @@ def test_a_rank_that_does_not_come(capfd: pytest.CaptureFixture[str]) -> None:
     """A rank that misses the rendezvous within init_timeout is named, with its stack."""
     strategy = Late(start_method="fork", accelerator="cpu", devices=2, init_timeout=3.0)
     with pytest.raises(WorkerTimedOutError) as caught:
-        strategy.launch(before_the_group)
+        strategy.launch(print)
     assert caught.value.missing == (1,)
     assert caught.value.last_seen[0].startswith("global_rank=1 was last in starting, ")
     assert "in setup_environment" in capfd.readouterr().err
@@ -181,12 +173,6 @@ STACKS = """
 """
 
 
-def _wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20  # then the test's own assertions say what is missing
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("start_method", ["popen", pytest.param("spawn", marks=pytest.mark.soak)])
 def test_stacks_on_request(start_method: str, run_script: ScriptRunner) -> None:
     """SIGUSR2 to the main process prints every rank's stacks, and the job continues."""
@@ -194,7 +180,10 @@ def test_stacks_on_request(start_method: str, run_script: ScriptRunner) -> None:
     running.wait_for("busy", count=2)
     running.wait_until_blocked()  # in the barrier
     running.send_signal(signal.SIGUSR2)
-    _wait_until(lambda: "in wait_in_rank_one" in running.stderr and "in barrier" in running.stderr)
+    deadline = time.monotonic() + 20  # then the assertions say what is missing
+    shown = ("in wait_in_rank_one", "in barrier")
+    while not all(each in running.stderr for each in shown) and time.monotonic() < deadline:
+        time.sleep(0.02)
     (run_script.folder / "seen").touch()
     result = running.finish(timeout=60)
     assert result.returncode == 0, result

@@ -13,7 +13,8 @@ import pytest
 
 from rankwise.processes.signals import DEBOUNCE_S
 from tests.helpers.scripts import RunningScript, ScriptRunner
-from tests.process.helpers import with_tests
+from tests.process import test_signals
+from tests.process.helpers import TORCHRUN, with_tests
 from tests.process.stopping import CODE, OPTIONS, WHO, check_end, send_to
 
 SCRIPT = """
@@ -125,9 +126,8 @@ def test_should_stop_on_one_rank(run_script: ScriptRunner, tmp_path: Path) -> No
 @pytest.mark.parametrize("who", ["agent", "everybody"])
 def test_sigterm_under_torchrun(who: str, run_script: ScriptRunner, tmp_path: Path) -> None:
     """The agent forwards the signal; ranks that get it twice save one checkpoint."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, str(run_script.write(SCRIPT)), "train", "ddp", str(tmp_path), "workers"]
-    running = run_script.start_command(command, env=with_tests())
+    command = [sys.executable, *TORCHRUN, str(run_script.write(SCRIPT))]
+    running = run_script.start_command([*command, "train", "ddp", str(tmp_path), "workers"], env=with_tests())
     running.wait_for("training", count=2, timeout=60)
     for process in running.processes() if who == "everybody" else running.processes()[:1]:
         process.send_signal(signal.SIGTERM)
@@ -147,28 +147,6 @@ def test_sigterm_to_an_elastic_agent(run_script: ScriptRunner, tmp_path: Path) -
     check(running, tmp_path)
 
 
-OUTSIDE = """
-    import signal, sys, time
-    from rankwise import DDPStrategy
-
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup leaves it ignored
-
-    def job(strategy):
-        try:
-            strategy.barrier()
-            print("busy", flush=True)
-            if strategy.global_rank == 0 or "sleep" in sys.argv:
-                time.sleep(60)
-            strategy.barrier()
-        finally:
-            print("cleaned", flush=True)
-
-    if __name__ == "__main__":
-        options = {"accelerator": "cpu", "devices": 2, "grace_period_s": 40}
-        DDPStrategy(start_method=sys.argv[1], **options).launch(job)
-"""
-
-
 @pytest.mark.parametrize(
     ("start_method", "number"),
     [
@@ -180,8 +158,7 @@ OUTSIDE = """
 )
 def test_outside_a_loop(start_method: str, number: signal.Signals, run_script: ScriptRunner) -> None:
     """SIGTERM and SIGHUP end a job without a fit loop at once, through the `finally` blocks of its ranks."""
-    running = run_script.start(OUTSIDE, start_method, siblings=1)
-    running.wait_for("busy", count=2)
+    running = test_signals.start(run_script, start_method, "collective of 1")
     sent = time.monotonic()
     running.send_signal(number)
     result = running.finish(timeout=30)

@@ -15,6 +15,8 @@ from tests.process.store_attacks import KEYS, LIES, RIGHT, SECRET, Attack, Attac
 
 SECONDS = 3.0  # for the rendezvous, and for each collective
 TRIES = 40
+ERROR = "PeerAuthenticationError: "
+OF_NO_RANK = f"{ERROR}No rank of the job has written the value of "
 
 
 @pytest.fixture
@@ -51,22 +53,16 @@ def error_after(keys: str, lie: str, folder: Path) -> str:
 def test_addresses_of_a_relay(folder: Path) -> None:
     """A stranger who puts his address in the place of both ranks' gets no connection."""
     error = error_after("addresses", "relay", folder)
-    assert "PeerAuthenticationError: No rank of the job has written the value of 'start0/job1/0/" in error
+    assert f"{OF_NO_RANK}'start0/job1/0/" in error
     assert not (folder / "relayed").exists()
-
-
-OF_NO_RANK = "PeerAuthenticationError: No rank of the job has written the value of "
 
 
 @pytest.mark.parametrize(
     ("keys", "lie", "text"),
     [
         *((keys, lie, OF_NO_RANK) for keys in KEYS for lie in ("forge", "flip")),
-        *(
-            (keys, "other group", "PeerAuthenticationError: ")
-            for keys in ("addresses", "numbers", "outcomes")
-        ),
-        *((keys, "swap", "PeerAuthenticationError: ") for keys in ("addresses", "numbers")),
+        *((keys, "other group", ERROR) for keys in ("addresses", "numbers", "outcomes")),
+        *((keys, "swap", ERROR) for keys in ("addresses", "numbers")),
     ],
 )
 def test_forged_values(keys: str, lie: str, text: str, tmp_path: Path) -> None:
@@ -84,7 +80,7 @@ def test_lies_that_change_nothing(keys: str, lie: str, tmp_path: Path) -> None:
 def test_values_of_an_earlier_run_with_the_same_key(keys: str, tmp_path: Path) -> None:
     """They are as wrong as those that no rank has written."""
     assert error_after(keys, "earlier run", tmp_path) == ""  # which is recorded
-    assert "PeerAuthenticationError: " in error_after(keys, "earlier run", tmp_path)
+    assert ERROR in error_after(keys, "earlier run", tmp_path)
 
 
 @pytest.mark.parametrize("keys", ["addresses", pytest.param("numbers", marks=pytest.mark.soak)])

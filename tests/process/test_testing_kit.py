@@ -52,21 +52,17 @@ class SummedByDefault(DDPForkStrategy):
 class ApartAtTheEnd(DDPForkStrategy):
     """Lets its ranks end with different weights."""
 
-    def sync_models(self) -> None:
-        super().sync_models()
-        for module in self.trained:
-            with torch.no_grad():
-                module.second.bias += self.global_rank
-
-    @property
-    def trained(self) -> list[Any]:
-        """The modules that were prepared."""
-        return vars(self).setdefault("_trained", [])  # type: ignore[no-any-return]
+    trained: Any = None
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        if any(name == "second" for name, _ in module.named_children()):
-            self.trained[:] = [module]
+        if hasattr(module, "second"):
+            self.trained = module
         return super().setup_module(module)
+
+    @torch.no_grad()
+    def sync_models(self) -> None:
+        super().sync_models()
+        self.trained.second.bias += self.global_rank
 
 
 class ClippedTooEarly(DDPForkStrategy):
@@ -89,23 +85,6 @@ class KeysOfTheWrapper(DDPForkStrategy):
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         return module.state_dict()
-
-
-@pytest.mark.parametrize(
-    ("kind", "problem"),
-    [
-        (KeysOfTheWrapper, "get_module_state_dict has the module's own keys"),
-        (SummedByDefault, "all_reduce averages by default"),
-        (ApartAtTheEnd, "training with 1 microbatches in a step ends with the same weights on every rank"),
-        (ClippedTooEarly, "training with 1 microbatches in a step and gradients clipped to 0.05"),
-    ],
-)
-def test_strategies(kind: type[DDPForkStrategy], problem: str) -> None:
-    """A rule that a strategy breaks is a line of the error."""
-    with pytest.raises(ContractError) as caught:
-        check_strategy(kind(accelerator="cpu", devices=2))
-    assert problem in str(caught.value)
-    assert isinstance(caught.value, AssertionError)
 
 
 # ---------------------------------------------------------------------- launchers
@@ -147,31 +126,32 @@ def test_launchers(start_method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "problems"),
+    ("check", "kind", "problems"),
     [
-        (SharedMemory, ["each rank has memory of its own"]),
-        (Launcherless, ["a function runs once as each rank", "is a process of its own", "is a WorkerError"]),
+        (check_strategy, KeysOfTheWrapper, ["get_module_state_dict has the module's own keys"]),
+        (check_strategy, SummedByDefault, ["all_reduce averages by default"]),
+        (check_strategy, ApartAtTheEnd, ["1 microbatches in a step ends with the same weights on every"]),
+        (check_strategy, ClippedTooEarly, ["1 microbatches in a step and gradients clipped to 0.05"]),
+        (check_launcher, SharedMemory, ["each rank has memory of its own"]),
+        (check_launcher, Launcherless, ["runs once as each rank", "process of its own", "is a WorkerError"]),
     ],
 )
-def test_broken_launchers(kind: type[DDPForkStrategy], problems: list[str]) -> None:
-    """A rule that a launcher breaks is a line of the error."""
+def test_broken_contracts(check: Any, kind: type[DDPForkStrategy], problems: list[str]) -> None:
+    """A rule that a strategy or a launcher breaks is a line of the error."""
     with pytest.raises(ContractError) as caught:
-        check_launcher(kind(accelerator="cpu", devices=2))
+        check(kind(accelerator="cpu", devices=2))
     assert [problem for problem in problems if problem not in str(caught.value)] == []
+    assert isinstance(caught.value, AssertionError)
 
 
 # ---------------------------------------------------------------------- checkpoints
 
 
-@pytest.mark.parametrize("kind", [TorchCheckpointIO, AsyncCheckpointIO])
+@pytest.mark.parametrize("kind", [TorchCheckpointIO, AsyncCheckpointIO, Bucket])
 def test_checkpoints(kind: Any, tmp_path: Path) -> None:
-    """Both plug-ins of rankwise keep the contract."""
-    check_checkpoint_io(kind(), tmp_path)
-
-
-def test_a_storage_that_is_no_folder(tmp_path: Path) -> None:
-    """Checkpoints may be at addresses with a scheme."""
-    check_checkpoint_io(Bucket(tmp_path), "bucket://run")
+    """Both plug-ins of rankwise keep the contract; checkpoints may be at addresses with a scheme."""
+    arguments = (Bucket(tmp_path), "bucket://run") if kind is Bucket else (kind(), tmp_path)
+    check_checkpoint_io(*arguments)
 
 
 class Forgetful(ThroughTorch):
@@ -230,15 +210,18 @@ def steps(strategy: Strategy) -> list[float]:
     return taken
 
 
+DELAY = Fault("delay", 1, step=1, phase="backward", delay_s=0.7)
+
+
 def test_a_delay_in_a_loop_by_hand() -> None:
     """A delay of one rank, at a step of a loop without a Trainer, keeps the other one waiting."""
-    with inject_faults(Fault("delay", 1, step=1, phase="backward", delay_s=0.7)):
+    with inject_faults(DELAY):
         taken = run_distributed(steps)
     assert [[number for number, seconds in enumerate(rank) if seconds > 0.6] for rank in taken] == [[1], [1]]
 
 
 def delayed(strategy: Strategy) -> list[float]:
-    with inject_faults(Fault("delay", 1, step=1, phase="backward", delay_s=0.7)):
+    with inject_faults(DELAY):
         return steps(strategy)
 
 

@@ -2,12 +2,12 @@
 
 import json
 import sys
+from collections.abc import Iterable
 
 import pytest
 
-from tests.helpers.ports import free_port
 from tests.helpers.scripts import ScriptRunner
-from tests.process.helpers import with_tests
+from tests.process.helpers import TORCHRUN, with_tests
 
 SCRIPT = """
     import sys, threading, time
@@ -33,29 +33,25 @@ SCRIPT = """
 
 
 @pytest.mark.parametrize(
-    ("method", "how", "code"),
+    ("method", "how"),
     [
-        ("fork", "return", 0),
-        pytest.param("fork", "raise", 1, marks=pytest.mark.soak),
-        pytest.param("spawn", "return", 0, marks=pytest.mark.soak),
-        pytest.param("forkserver", "return", 0, marks=pytest.mark.soak),
-        pytest.param("popen", "return", 0, marks=pytest.mark.soak),
+        ("fork", "return"),
+        pytest.param("fork", "raise", marks=pytest.mark.soak),
+        *(pytest.param(each, "return", marks=pytest.mark.soak) for each in ("spawn", "forkserver", "popen")),
     ],
 )
-def test_a_daemon_thread_that_launched(method: str, how: str, code: int, run_script: ScriptRunner) -> None:
+def test_a_daemon_thread_that_launched(method: str, how: str, run_script: ScriptRunner) -> None:
     """The main thread ends the script first: the program ends, and leaves no process."""
     running = run_script.start(SCRIPT, method, how)
     running.wait_for("both busy", timeout=50)
     result = running.finish(timeout=30, leftover_grace_s=20)  # of the time that unloading torch takes
-    assert result.returncode == code, result
+    assert result.returncode == (1 if how == "raise" else 0), result
 
 
 COUNT = """
     import json, sys, threading
-    from torch.utils.data import DataLoader
     from rankwise.callbacks import Callback
-    from rankwise.strategies import DDPElasticStrategy, DDPStrategy
-    from tests.process.training_tasks import Regression, dataset, quiet_trainer
+    from tests.process.training_tasks import Regression, loader, quiet_trainer
 
     class Count(Callback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
@@ -65,38 +61,26 @@ COUNT = """
                 sys.stdout.flush()
 
     if __name__ == "__main__":
-        for method in sys.argv[1:]:
-            if method == "elastic":
-                strategy = DDPElasticStrategy(accelerator="cpu", devices=2)
-            else:
-                strategy = DDPStrategy(start_method=method, accelerator="cpu", devices=2)
-            trainer = quiet_trainer(strategy, 2, max_epochs=1, callbacks=[Count()])
-            trainer.fit(Regression(), DataLoader(dataset(64), batch_size=2))
+        for strategy in sys.argv[1:]:
+            quiet_trainer(strategy, 2, max_epochs=1, callbacks=Count()).fit(Regression(), loader(64, 2))
 """
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port")
 
 
 @pytest.mark.parametrize(
-    "methods",
+    ("strategies", "launcher"),
     [
-        ("fork",),
-        ("popen",),
-        *(
-            pytest.param(each, marks=pytest.mark.soak)
-            for each in (("elastic",), ("forkserver", "spawn"), ("torchrun",))
-        ),
+        *(("ddp_fork", ()), ("ddp", ())),
+        pytest.param("ddp_elastic", (), marks=pytest.mark.soak),
+        pytest.param("ddp_forkserver ddp_spawn", (), marks=pytest.mark.soak),
+        pytest.param("ddp", TORCHRUN, marks=pytest.mark.soak),
     ],
-    ids="-".join,
 )
-def test_a_rank_has_few_threads(methods: tuple[str, ...], run_script: ScriptRunner) -> None:
+def test_a_rank_has_few_threads(strategies: str, launcher: Iterable[str], run_script: ScriptRunner) -> None:
     """While it trains, a rank has at most two threads of ours beside the main one."""
-    if methods == ("torchrun",):
-        script = run_script.write(COUNT)
-        command = [sys.executable, *TORCHRUN, str(free_port()), str(script), "popen"]
-        result = run_script.command(command, env=with_tests())
-    else:
-        result = run_script(COUNT, *methods, env=with_tests())
+    names = strategies.split()
+    command = [sys.executable, *launcher, str(run_script.write(COUNT)), *names]
+    result = run_script.command(command, env=with_tests())
     assert result.returncode == 0, result
     counted = sorted(map(json.loads, result.stdout.splitlines()))
-    assert [rank for rank, _ in counted] == [0] * len(methods) + [1] * len(methods)
+    assert [rank for rank, _ in counted] == [0] * len(names) + [1] * len(names)
     assert all(1 <= len(names) <= 2 for _, names in counted), counted

@@ -33,6 +33,7 @@ LEFT_OUT = {  # the names of classes, by why they may have no example here
         VideoMultiMethodAssessmentFusion
         """,
 }
+pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore")]  # torchmetrics warns of small examples
 NOT_COMPARED = {
     "BootStrapper": "draws samples: its value differs in a second process too",
     "Running": "its window is of the last steps of all ranks; see test_logged_metrics.py",
@@ -60,10 +61,10 @@ class Every(TrainingModule):
         self.log_dict(dict(self.digests.items()))
 
 
-def values_on(found: dict[str, Example], world_size: int) -> dict[str, float]:
+def values_of(module: Every, world_size: int = 1, **options: Any) -> dict[str, float]:
     """Return all values on that many ranks."""
-    trainer = quiet_trainer("ddp_fork" if world_size > 1 else "single_device", world_size)
-    return trainer.test(Every(found), DataLoader(TensorDataset(torch.arange(PARTS)), batch_size=1))[0]
+    trainer = quiet_trainer("ddp_fork" if world_size > 1 else "single_device", world_size, **options)
+    return trainer.test(module, DataLoader(TensorDataset(torch.arange(PARTS)), batch_size=1))[0]
 
 
 def found_examples() -> dict[str, Example]:
@@ -85,21 +86,15 @@ def different(values: dict[str, float], expected: dict[str, Any]) -> dict[str, t
     }
 
 
-@pytest.mark.soak
-@pytest.mark.filterwarnings("ignore")  # torchmetrics warns of the small examples
 def test_every_class() -> None:
     """What two ranks update, in unequal parts, has the value of one process."""
     found = found_examples()
-    assert different(values_on(found, 2), values_on(found, 1)) == {}
+    assert different(values_of(Every(found), 2), values_of(Every(found))) == {}
 
 
-@pytest.mark.soak
-@pytest.mark.filterwarnings("ignore")
 def test_every_class_after_inference_mode() -> None:
     """A metric object that was updated and reset in inference mode can be updated outside of it."""
     module = Every(found_examples())
-    data = DataLoader(TensorDataset(torch.arange(PARTS)), batch_size=1)
-    [first] = quiet_trainer("single_device", 1).test(module, data)
+    first = values_of(module)
     for is_inference in (False, True, False):
-        [values] = quiet_trainer("single_device", 1, inference_mode=is_inference).test(module, data)
-        assert different(values, first) == {}
+        assert different(values_of(module, inference_mode=is_inference), first) == {}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rankwise.callbacks import LambdaCallback
+from rankwise.callbacks import LambdaCallback, Timer
 from rankwise.profilers import SimpleProfiler
 from rankwise.trainer.loops import validation
 from tests.process.training_tasks import Regression, loader, quiet_trainer
@@ -37,19 +37,15 @@ class Draws(Regression):
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
+    def forward(self, x: Tensor) -> Tensor:
+        self.modes.append(torch.is_inference_mode_enabled())
+        return super().forward(x)
+
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         torch.rand(2)
         assert (self.trainer.model is not self) == (self.trainer.world_size > 1)
         self.checked += self.trainer.sanity_checking
         super().validation_step(batch, batch_idx)
-
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.modes.append(torch.is_inference_mode_enabled())
-        super().test_step(batch, batch_idx)
-
-    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        self.modes.append(torch.is_inference_mode_enabled())
-        return super().predict_step(batch, batch_idx)
 
 
 @pytest.mark.quick
@@ -108,3 +104,20 @@ def test_validation_after_a_time() -> None:
     trainer = quiet_trainer("ddp_fork", 2, max_epochs=1, val_check_interval=timedelta(microseconds=1))
     trainer.fit(SeesValidation(), loader(16, 4), loader(8, 4))
     assert "val_loss" in trainer.callback_metrics
+
+
+class OneRankIsLate(Regression):
+    """On rank 1 alone an hour passes in batch 1."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        [timer] = [callback for callback in self.trainer.callbacks if isinstance(callback, Timer)]
+        if batch_idx == 1 and self.global_rank == 1:
+            timer.load_state_dict({"time_elapsed": 3600.0})
+
+
+def test_one_ranks_time_ends_training_on_all() -> None:
+    """No rank waits for a stopped one, and the caller has the number of steps."""
+    trainer = quiet_trainer("ddp_fork", 2, max_epochs=50, max_time={"hours": 1})
+    trainer.fit(OneRankIsLate(), loader(48, 4))
+    assert 2 <= trainer.global_step < 300
+    assert trainer.should_stop

@@ -1,6 +1,5 @@
 """Training on two ranks gives one process's weights, with one reduction for each optimizer step."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,13 @@ from tests.process.helpers import with_tests
 from tests.process.training_tasks import CountingStrategy, train_twenty_steps
 
 SCRIPT = """
-import sys
-from tests.process.training_tasks import write_twenty_steps
+    import sys, torch
+    from tests.process.training_tasks import CountingStrategy, train_twenty_steps
 
-if __name__ == "__main__":
-    write_twenty_steps(sys.argv[1], "popen", int(sys.argv[2]))
+    strategy = CountingStrategy(start_method="popen")
+    state = train_twenty_steps(strategy, 2, int(sys.argv[2]))
+    if strategy.is_global_zero:
+        torch.save(state, sys.argv[1])
 """
 
 METHODS = ("popen", "spawn", "fork", "forkserver")
@@ -34,10 +35,10 @@ def test_two_ranks_train_as_one(
     """20 SGD steps on two ranks give one process's weights to 1e-6, with one all-reduce for each step."""
     expected = train_twenty_steps("single_device", 1, accumulate)
     if start_method == "popen":
-        result = tmp_path / "state.json"
+        result = tmp_path / "state.pt"
         run = run_script(SCRIPT, str(result), str(accumulate), env=with_tests(), siblings=1)
         assert run.returncode == 0, run
-        state = {name: torch.tensor(value) for name, value in json.loads(result.read_text()).items()}
+        state = torch.load(result)
     else:
         state = train_twenty_steps(CountingStrategy(start_method=start_method), 2, accumulate)
     assert state.pop("reductions").item() == 20

@@ -1,13 +1,13 @@
 """After training in other processes the calling process has the same state as if it had trained."""
 
-import os
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
+from torch.utils.data import DataLoader
 
 from rankwise import Trainer
 from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
@@ -15,19 +15,20 @@ from rankwise.errors import WorkerRaisedError
 from tests.helpers.bucket import Bucket
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import ddp, with_tests
-from tests.process.training_tasks import FEATURES, Regression, dataset, loader, quiet_trainer
+from tests.process.training_tasks import Regression, dataset, loader, quiet_trainer
+from tests.unit.trainer.helpers import samples
+from tests.unit.trainer.test_state_transfer import Changing, OnlyThere
 
 ELSEWHERE = [pytest.param("ddp_spawn", marks=pytest.mark.soak), "ddp_fork", "ddp_forkserver"]
 
 
-def fitted(strategy: str, devices: int, folder: Path, **arguments: Any) -> tuple[Trainer, Regression]:
-    """Train for two epochs of 6 optimizer steps, with Adam, a scheduler, validation and checkpoints."""
-    checkpoint = ModelCheckpoint(dirpath=folder, monitor="val_loss", save_top_k=1)
-    trainer = quiet_trainer(
-        strategy, devices, max_epochs=2, callbacks=[checkpoint], enable_checkpointing=True, **arguments
-    )
-    module = Regression("adam")
-    trainer.fit(module, loader(48, 8 // devices), loader(15, 4))
+def fitted(
+    strategy: str, devices: int, folder: Path, ckpt_path: Path | None = None, max_epochs: int = 2
+) -> tuple[Trainer, Regression]:
+    """Train, an epoch of 6 optimizer steps, with Adam, a scheduler, validation and checkpoints."""
+    options = {"callbacks": ModelCheckpoint(folder, monitor="val_loss"), "enable_checkpointing": True}
+    trainer, module = quiet_trainer(strategy, devices, max_epochs=max_epochs, **options), Regression("adam")
+    trainer.fit(module, loader(48, 8 // devices), loader(15, 4), ckpt_path=ckpt_path)
     return trainer, module
 
 
@@ -83,12 +84,8 @@ def check_optimizers(trainer: Trainer, expected: Trainer, module: Regression) ->
     owned = [parameter for group in mine.param_groups for parameter in group["params"]]
     assert all(left is right for left, right in zip(owned, module.parameters(), strict=True))
     assert mine.param_groups[0]["lr"] == pytest.approx(theirs.param_groups[0]["lr"]) == pytest.approx(0.00125)
-    my_states, their_states = mine.state_dict()["state"], theirs.state_dict()["state"]
-    assert my_states
-    assert my_states.keys() == their_states.keys()
-    for key, their_state in their_states.items():
-        assert float(my_states[key]["step"]) == 18
-        torch.testing.assert_close(my_states[key]["exp_avg"], their_state["exp_avg"], rtol=0, atol=1e-6)
+    assert {float(state["step"]) for state in mine.state.values()} == {18}
+    torch.testing.assert_close(mine.state_dict()["state"], theirs.state_dict()["state"], rtol=0, atol=1e-6)
 
 
 def check_checkpoint(trainer: Trainer, folder: Path) -> None:
@@ -131,69 +128,28 @@ def test_a_second_run_has_a_last_checkpoint_of_its_own(scheme: str, tmp_path: Pa
         assert saving.last_model_path == f"{folder}/{list(steps)[-1]}"
 
 
-def check_same(module: Regression, expected: Regression) -> None:
-    """Two modules have the same state, in the same order, and predict the same."""
+@pytest.mark.parametrize(
+    ("way", "ends", "strategy"),
+    [
+        *(("adapter", [3], "ddp_fork"), ("parametrized", [2, 4], "ddp_fork")),
+        pytest.param("parametrized", [2, 4], "ddp_spawn", marks=pytest.mark.soak),
+    ],
+)
+def test_changed_layers_come_back(way: str, ends: list[int], strategy: str) -> None:
+    """What `setup` makes of the layers is in the caller, around those that it has, and in the next fit."""
+    expected = Changing(way)
+    module = copy.deepcopy(expected)
+    first, name = module.layer, f"{strategy}_find_unused_parameters_true"
+    for each, kind, devices in ((expected, "single_device", 1), (module, name, 2)):
+        trainer = quiet_trainer(kind, devices)
+        for max_steps in ends:
+            trainer.max_steps = max_steps
+            trainer.fit(each, DataLoader(samples(16), 8 // devices))
+    assert first in [*module.modules()]
     assert list(module.state_dict()) == list(expected.state_dict())
-    x = dataset(15).tensors[0]
-    torch.testing.assert_close(module.state_dict(), expected.state_dict(), rtol=0, atol=1e-12)
-    torch.testing.assert_close(module(x), expected(x), rtol=0, atol=1e-12)
-
-
-class Adapter(nn.Module):
-    """A trained layer beside one that it keeps, as adapters for fine-tuning have."""
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.added = nn.Linear(FEATURES, 7).double()
-        self.base = base
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.base(x) + self.added(x)
-
-
-class Adapted(Regression):
-    """Replaces a layer when a fit begins."""
-
-    def setup(self, stage: str) -> None:
-        torch.manual_seed(8)
-        self.net[0] = Adapter(self.net[0])
-
-
-def test_replaced_submodules_come_back() -> None:
-    """What `setup` makes of the layers is in the caller, around the layers that it has."""
-    expected, module = Adapted(), Adapted()
-    first = module.net[0]
-    for each, strategy, devices in ((expected, "single_device", 1), (module, "ddp_fork", 2)):
-        quiet_trainer(strategy, devices, max_steps=3).fit(each, loader(24, 8 // devices))
-    check_same(module, expected)
-    assert module.net[0].base is first
-
-
-class Doubled(nn.Module):
-    """Parametrizes a tensor by its half."""
-
-    def forward(self, half: torch.Tensor) -> torch.Tensor:
-        return 2 * half
-
-
-class Parametrized(Regression):
-    """Parametrizes a layer when a fit begins, once."""
-
-    def setup(self, stage: str) -> None:
-        if not parametrize.is_parametrized(self.net[0]):
-            parametrize.register_parametrization(self.net[0], "weight", Doubled())
-
-
-@pytest.mark.parametrize("strategy", ["ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.soak)])
-def test_parametrized_layers_come_back(strategy: str) -> None:
-    """A parametrization made in a fit is in the caller, and goes to the next fit; so for one made before."""
-    expected, module = Parametrized(), Parametrized()
-    for each, name, devices in ((expected, "single_device", 1), (module, strategy, 2)):
-        trainer = quiet_trainer(name, devices, max_steps=2)
-        trainer.fit(each, loader(24, 8 // devices))
-        trainer.max_steps = 4
-        trainer.fit(each, loader(24, 8 // devices))
-    check_same(module, expected)
+    torch.testing.assert_close(module.state_dict(), expected.state_dict())
+    x = samples().tensors[0]
+    torch.testing.assert_close(module.layer(x), expected.layer(x))
 
 
 class ChangesItsClass(Regression):
@@ -215,18 +171,6 @@ def test_a_class_that_cannot_come_back() -> None:
     quiet_trainer("ddp_fork", 2, max_steps=1).fit(expected, loader(24, 4))
     assert torch.equal(module.state_dict()["net.0.weight"], expected.state_dict()["net.0.weight"])
     assert type(module.net[0]) is nn.Linear
-
-
-class OnlyInWorkers:
-    """Can be read by the process that has made it, and by no other."""
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        if self.pid != os.getpid():
-            raise RuntimeError("not here")
 
 
 class Wrapped(torch.optim.Optimizer):
@@ -259,7 +203,7 @@ class FailsToSend(Callback):
         module.added = nn.Linear(2, 2)
         module.added.function = lambda: None
         module.unreadable = nn.Linear(2, 2)
-        module.unreadable.only_there = OnlyInWorkers()
+        module.unreadable.only_there = OnlyThere()
         module.fine = nn.Linear(2, 2).requires_grad_(False)
         module.net[1].fine = module.fine
 
@@ -278,7 +222,7 @@ class FailsToLoad(Callback):
         return f"FailsToLoad {self.way}"
 
     def state_dict(self) -> dict[str, Any]:
-        return {"value": {"pickle": lambda: None, "read": OnlyInWorkers(), "load": None}[self.way]}
+        return {"value": {"pickle": lambda: None, "read": OnlyThere(), "load": None}[self.way]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         raise RuntimeError("cannot be loaded")
@@ -312,10 +256,10 @@ def test_what_cannot_come_back_fails_alone(strategy: str) -> None:
         "probe: ValueError: Default process group",
         "optimizers (AttributeError: Can't pickle local object",
         "module.added (AttributeError: Can't pickle local object",
-        "module.unreadable (RuntimeError: not here)",
+        "module.unreadable (ImportError: no module named 'there')",
         "state of FailsToSend (KeyError: 'no state')",
         "state of FailsToLoad 1 (AttributeError: Can't pickle local object",
-        "state of FailsToLoad 2 (RuntimeError: not here)",
+        "state of FailsToLoad 2 (ImportError: no module named 'there')",
         "state of FailsToLoad 3 (RuntimeError: cannot be loaded)",
     ):
         assert lost in texts, texts
@@ -340,19 +284,12 @@ def test_a_result_that_cannot_be_pickled() -> None:
 @pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_forkserver"])
 def test_a_checkpoint_resumes(strategy: str, tmp_path: Path) -> None:
     """A run resumed from the first epoch's checkpoint ends with the weights of an uninterrupted one."""
-    whole, whole_module = fitted(strategy, 2, tmp_path / "whole")
-    first = quiet_trainer(strategy, 2, max_epochs=1)
-    module = Regression("adam")
-    first.fit(module, loader(48, 4))
+    whole, expected = fitted(strategy, 2, tmp_path / "whole")
+    first, _ = fitted(strategy, 2, tmp_path / "first", max_epochs=1)
     first.save_checkpoint(tmp_path / "first.ckpt")
-
-    resumed = quiet_trainer(strategy, 2, max_epochs=2)
-    resumed_module = Regression("adam")
-    resumed.fit(resumed_module, loader(48, 4), ckpt_path=tmp_path / "first.ckpt")
-
+    resumed, module = fitted(strategy, 2, tmp_path / "resumed", tmp_path / "first.ckpt")
     assert (resumed.global_step, resumed.current_epoch) == (whole.global_step, whole.current_epoch) == (12, 2)
-    mine, theirs = list(resumed_module.parameters()), list(whole_module.parameters())
-    torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    torch.testing.assert_close(list(module.parameters()), list(expected.parameters()), rtol=0, atol=0)
 
 
 class StopsOnOneRank(Regression):
@@ -370,21 +307,3 @@ def test_early_stopping_is_everybodys() -> None:
     trainer.fit(StopsOnOneRank(), loader(32, 4))
     assert trainer.should_stop
     assert trainer.current_epoch < 10
-
-
-def test_a_failing_step_names_its_rank() -> None:
-    """An exception in a training step raises the worker's error, with its traceback."""
-    trainer = quiet_trainer("ddp_fork", 2, max_epochs=1)
-    with pytest.raises(WorkerRaisedError, match="global_rank=1") as caught:
-        trainer.fit(FailsOnOneRank(), loader(32, 4))
-    assert caught.value.exception_type == "ValueError"
-    assert str(caught.value).count("in training_step") == 1
-
-
-class FailsOnOneRank(Regression):
-    """Raises in the third step of rank 1."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if self.global_rank == 1 and batch_idx == 2:
-            raise ValueError("no more")
-        return super().training_step(batch, batch_idx)

@@ -1,6 +1,8 @@
 """Ranks with different numbers of batches: an error on all, the shortest, or what one process would do."""
 
+import itertools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,10 @@ from rankwise import DDPForkStrategy
 from rankwise.callbacks import Callback, ModelCheckpoint, WeightAveraging
 from rankwise.errors import WorkerRaisedError
 from rankwise.trainer import Trainer
-from tests.process.training_tasks import Regression, dataset, quiet_trainer
+from tests.process.training_tasks import Regression, dataset, quiet_trainer, step_by_hand
 
 EPOCHS = 3
+JOIN: dict[str, Any] = {"uneven_inputs": "join", "use_distributed_sampler": False}
 
 
 class Watched(Regression):
@@ -42,12 +45,8 @@ class Lengths(IterableDataset[Any]):
 
     def steps(self) -> list[list[int]]:
         """Return the samples that the ranks have together, step by step."""
-        number, steps = 0, []
-        for step in range(max(self.counts)):
-            ranks = [rank for rank, count in enumerate(self.counts) if step < count]
-            steps.append([number + index for index in range(len(ranks))])
-            number += len(ranks)
-        return steps
+        numbers = itertools.count()
+        return [[next(numbers) for count in self.counts if step < count] for step in range(max(self.counts))]
 
     def __iter__(self) -> Iterator[Any]:
         rank = torch.distributed.get_rank()
@@ -87,29 +86,28 @@ def assert_equal(weights: dict[str, Tensor], steps: list[list[int]]) -> None:
     torch.testing.assert_close(weights, by_hand(steps), rtol=0, atol=1e-12)
 
 
-def in_steps(samples: int, together: int) -> list[list[int]]:
-    """Return the numbers of the samples of each step."""
-    return [list(range(samples))[first : first + together] for first in range(0, samples, together)]
+@pytest.mark.parametrize(
+    ("devices", "accumulate", "samples", "batch_size", "weighting"),
+    [
+        *((3, 1, 7, 1, None), (2, 2, 7, 1, None)),
+        *(pytest.param(3, number, 13, 2, "samples", marks=pytest.mark.quick) for number in (1, 2)),
+    ],
+)
+def test_joining_ranks_train_as_one(
+    devices: int, accumulate: int, samples: int, batch_size: int, weighting: Any
+) -> None:
+    """Every sample is seen once, and weights and optimizer state are one process's, on every rank.
 
-
-@pytest.mark.parametrize(("devices", "accumulate"), [(3, 1), (2, 2)])
-def test_joining_ranks_train_as_one(devices: int, accumulate: int) -> None:
-    """Every sample is seen once, and weights and optimizer state are one process's, on every rank."""
+    With samples weighted, last batches of any size and number add up to one process's global batch.
+    """
+    loader = DataLoader(Subset(dataset(16), range(samples)), batch_size)
+    strategy = DDPForkStrategy(gradient_weighting=weighting)
     options: dict[str, Any] = {"uneven_inputs": "join", "accumulate_grad_batches": accumulate}
-    weights, trainer = fitted(devices, DataLoader(Subset(dataset(16), range(7)), batch_size=1), **options)
-    together = devices * accumulate
-    assert_equal(weights, in_steps(7, together))
-    assert trainer.global_step == -(-7 // together) * EPOCHS
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_joining_ranks_weigh_samples(accumulate: int) -> None:
-    """With samples weighted, last batches of any size and number add up to one process's global batch."""
-    options: dict[str, Any] = {"uneven_inputs": "join", "accumulate_grad_batches": accumulate}
-    loader = DataLoader(Subset(dataset(16), range(13)), batch_size=2)
-    weights, _ = fitted(3, loader, strategy=DDPForkStrategy(gradient_weighting="samples"), **options)
-    assert_equal(weights, in_steps(13, 3 * 2 * accumulate))
+    weights, trainer = fitted(devices, loader, strategy=strategy, **options)
+    together = devices * accumulate * batch_size
+    steps = [list(range(samples))[first : first + together] for first in range(0, samples, together)]
+    assert_equal(weights, steps)
+    assert trainer.global_step == len(steps) * EPOCHS
 
 
 @pytest.mark.quick
@@ -119,8 +117,7 @@ def test_joining_counts_no_padding_in_metrics() -> None:
         module, (x, y) = Regression(), dataset(7).tensors
         expected = nn.functional.mse_loss(module(x), y)
     trainer = quiet_trainer("ddp_fork", 3, max_epochs=1, uneven_inputs="join", log_every_n_steps=1)
-    still = Still()
-    trainer.fit(still, DataLoader(dataset(7), batch_size=1))
+    trainer.fit(Still(), DataLoader(dataset(7), batch_size=1))
     torch.testing.assert_close(trainer.callback_metrics["train_loss_epoch"], expected, check_dtype=False)
 
 
@@ -131,35 +128,26 @@ class Still(Regression):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-@pytest.mark.quick
-def test_joining_without_lengths() -> None:
-    """With an unknown number of batches the result is still one process's."""
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        pytest.param(JOIN, 4, marks=pytest.mark.quick, id="join"),
+        pytest.param(JOIN | {"uneven_inputs": "truncate", "limit_train_batches": 3}, 2, id="truncate"),
+    ],
+)
+def test_data_without_lengths(options: dict[str, Any], steps: int) -> None:
+    """The result is one process's; truncating stops all with the shortest, also below the longest's limit."""
     data = Lengths((2, 4, 3))
-    options: dict[str, Any] = {"uneven_inputs": "join", "use_distributed_sampler": False}
     weights, trainer = fitted(3, DataLoader(data, batch_size=1), **options)
-    assert_equal(weights, data.steps())
-    assert trainer.global_step == 4 * EPOCHS
-
-
-def test_truncating_without_lengths() -> None:
-    """All stop with the shortest, also below a limit that the longest would reach."""
-    data = Lengths((2, 4, 3))
-    options: dict[str, Any] = {
-        "uneven_inputs": "truncate",
-        "use_distributed_sampler": False,
-        "limit_train_batches": 3,
-    }
-    weights, trainer = fitted(3, DataLoader(data, batch_size=1), **options)
-    assert_equal(weights, data.steps()[:2])
-    assert trainer.global_step == 2 * EPOCHS
+    assert_equal(weights, data.steps()[:steps])
+    assert trainer.global_step == steps * EPOCHS
 
 
 class SizedOnRankZero:
     """A loader that has a length on rank zero only."""
 
     def __iter__(self) -> Iterator[Any]:
-        x, y = dataset(2).tensors
-        return iter([(x, y)])
+        return iter([dataset(2).tensors])
 
     def __len__(self) -> int:
         if torch.distributed.is_initialized() and torch.distributed.get_rank():
@@ -173,40 +161,33 @@ def test_a_tail_without_lengths_is_resumed(
 ) -> None:
     """A run goes on from where a rank has run out of batches, as if it had not been interrupted."""
     loader = DataLoader(Lengths((6, 3)), batch_size=1, num_workers=num_workers)
-    options: dict[str, Any] = {"uneven_inputs": "join", "accumulate_grad_batches": accumulate}
-    options["use_distributed_sampler"] = False
+    options = JOIN | {"accumulate_grad_batches": accumulate}
     saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
     expected, _ = fitted(2, loader, enable_checkpointing=True, callbacks=saving, **options)
     for step in steps:
         weights, trainer = fitted(2, loader, ckpt_path=tmp_path / f"step={step}.ckpt", **options)
         assert trainer.global_step == len(range(0, 6, accumulate)) * EPOCHS
-        for name, value in expected.items():
-            assert torch.equal(weights[name], value)
+        torch.testing.assert_close(weights, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
-    ("loader", "text"),
+    ("mode", "loader", "text"),
     [
-        (DataLoader(Lengths((2, 4)), batch_size=1), "global_rank=0: 2, global_rank=1: more than 2"),
-        (SizedOnRankZero(), "global_rank=0: 1, global_rank=1: unknown"),
+        ("error", DataLoader(Lengths((2, 4)), batch_size=1), "global_rank=0: 2, global_rank=1: more than 2"),
+        ("error", SizedOnRankZero(), "global_rank=0: 1, global_rank=1: unknown"),
+        ("join", DataLoader(Lengths((1, 0)), batch_size=1), "global_rank=0: more than 0, global_rank=1: 0"),
     ],
-    ids=["no length", "a length on rank 0"],
+    ids=["no length", "a length on rank 0", "no batch"],
 )
-def test_error_without_lengths(loader: Any, text: str) -> None:
+def test_error_without_lengths(mode: str, loader: Any, text: str) -> None:
     """The ranks raise together before the step for which one has no batch, with each rank's count.
 
-    A loader that has a length on some ranks only is refused before the first step.
+    A loader that has a length on some ranks only is refused before the first step. A rank without any batch
+    is an error even where ranks may join.
     """
     with pytest.raises(WorkerRaisedError, match=text) as caught:
-        fitted(2, loader, use_distributed_sampler=False)
+        fitted(2, loader, **JOIN | {"uneven_inputs": mode})
     assert caught.value.exception_type == "UnevenInputsError"
-
-
-def test_no_batch_on_some_rank() -> None:
-    """A rank without any batch is an error, with iterable data too, even where ranks may join."""
-    options: dict[str, Any] = {"uneven_inputs": "join", "use_distributed_sampler": False}
-    with pytest.raises(WorkerRaisedError, match="global_rank=0: more than 0, global_rank=1: 0"):
-        fitted(2, DataLoader(Lengths((1, 0)), batch_size=1), **options)
 
 
 class Seeing(Regression):
@@ -242,7 +223,6 @@ class CountingCallback(Callback):
 
     def __init__(self) -> None:
         self.counts = [0, 0]
-        self.total: list[int] = []
 
     def on_train_batch_start(self, *arguments: Any) -> None:
         self.counts[0] += 1
@@ -251,9 +231,7 @@ class CountingCallback(Callback):
         self.counts[1] += 1
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        self.total = [
-            sum(each) for each in zip(*trainer.strategy.all_gather_object(self.counts), strict=True)
-        ]
+        self.counts = trainer.strategy.all_reduce(torch.tensor(self.counts), reduce_op="sum").tolist()
 
 
 class Averaging(WeightAveraging):
@@ -289,7 +267,7 @@ def test_hooks_of_batches_see_each_sample_once(world_size: int, tmp_path: Path) 
     expected = {"mean": first.mean().item(), "start": total, "step": total, "end": total}
     assert metrics == pytest.approx(expected, abs=1e-6)
     batches = sum(-(-len(range(rank, 13, world_size)) // (6 // world_size)) for rank in range(world_size))
-    assert counting.total == [batches] * 2
+    assert counting.counts == [batches] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step={step}.ckpt" for step in (1, 2, 3)]
 
 
@@ -306,10 +284,7 @@ class Exchanging(Regression):
             self.all_gather(batch[0].sum())
         loss: Tensor = super().training_step(batch, batch_idx)
         if not self.automatic_optimization:
-            optimizer: Any = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
+            step_by_hand(self, loss)
         return loss
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -333,15 +308,14 @@ def exchange(place: str, world_size: int, samples: int, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("place", "world_size"),
-    [pytest.param("step", 2, marks=pytest.mark.quick), ("manual", 2), ("start", 3), ("saving", 2)],
+    [
+        pytest.param("step", 2, marks=pytest.mark.quick),
+        *(("manual", 2), ("start", 3), ("saving", 2), ("optimizer", 2)),
+    ],
 )
 def test_collectives_where_ranks_repeat_a_batch(place: str, world_size: int, tmp_path: Path) -> None:
-    """They are refused in steps, and hooks of batches, of which some ranks have none."""
-    with pytest.raises(WorkerRaisedError, match=r"in a step in which some ranks have no batch left"):
+    """They are refused in steps and hooks of batches, not before an optimizer step, which all ranks take."""
+    refused = pytest.raises(WorkerRaisedError, match=r"in a step in which some ranks have no batch left")
+    with nullcontext() if place == "optimizer" else refused:
         exchange(place, world_size, 4 * world_size + 1, tmp_path)
     exchange(place, world_size, 4 * world_size, tmp_path)
-
-
-def test_collectives_before_a_step(tmp_path: Path) -> None:
-    """All ranks step the optimizer, and so may communicate in its hooks."""
-    exchange("optimizer", 2, 9, tmp_path)

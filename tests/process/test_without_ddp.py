@@ -15,6 +15,7 @@ from rankwise import DDPForkStrategy, DDPStrategy, Fabric, Strategy, Trainer
 from rankwise.callbacks import Callback
 from rankwise.errors import ConfigurationError, RankwiseError, UnknownArgumentError, WorkerRaisedError
 from tests.helpers.shared import computed_once
+from tests.process.test_sparse_gradients import Embedded, weights
 from tests.process.training_tasks import Regression, loader, quiet_trainer
 
 
@@ -106,45 +107,30 @@ def test_clipping_comes_after_synchronisation(name: str) -> None:
     torch.testing.assert_close(found, alone, rtol=0, atol=1e-12)
 
 
-class Noted(ModelAveraging):
-    """Notes the models of the ranks before each average."""
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.before: list[Tensor] = []
-
-    def sync_models(self) -> None:
-        bias: Any = self.unwrap_module(self.module).get_parameter("net.2.bias")
-        self.before.append(self.all_gather(bias.detach()))
-        super().sync_models()
-
-
 class Keep(Callback):
-    """Saves a checkpoint after the second step, and keeps what the strategy noted."""
+    """Saves a checkpoint after the second step; keeps the models that the ranks have then, and at the end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.before: list[Tensor] = []
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_step in (2, 12):
+            self.before.append(trainer.strategy.all_gather(module.net[2].bias.detach()))
         if trainer.global_step == 2:
             trainer.save_checkpoint(self.path)
-
-    def on_train_end(self, trainer: Trainer, module: Any) -> None:
-        assert isinstance(trainer.strategy, Noted)
-        self.before = trainer.strategy.before
 
 
 def test_models_may_differ_between_averages(tmp_path: Path) -> None:
     """A checkpoint, and the end of a fit, have the mean of models that differ; epochs do not compare them."""
     keep, module = Keep(tmp_path / "a.ckpt"), Regression()
-    weights = fit(Noted(period=100, **CPU), 2, module, callbacks=[keep])
+    found = fit(ModelAveraging(period=100, **CPU), 2, module, callbacks=[keep])
     saved = torch.load(keep.path, weights_only=True)["state_dict"]["net.2.bias"]
     at_checkpoint, at_end = keep.before
     assert at_checkpoint[0] != at_checkpoint[1]
     assert at_end[0] != at_end[1]
     torch.testing.assert_close(saved, at_checkpoint.mean(0))
-    torch.testing.assert_close(weights["2.bias"], at_end.mean(0))
+    torch.testing.assert_close(found["2.bias"], at_end.mean(0))
 
 
 class NeverAveraged(ModelAveraging):
@@ -176,45 +162,36 @@ class NotConnected(Strategy):
         pass
 
 
-class Sparse(Regression):
-    """A layer whose gradients the default average cannot have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(2, 2, sparse=True)
+MISTAKES: dict[str, tuple[Callable[[], Strategy], str, str]] = {
+    "sync_models": (
+        lambda: NeverAveraged(period=100, **CPU),
+        "RankMismatchError: The ranks are not the same in 4 things at the end of fit",
+        r"NeverAveraged\.sync_models\(\) must give all ranks the same parameters\.",
+    ),
+    "optimizer_step": (
+        lambda: AveragedLate(**CPU),
+        "RankMismatchError",
+        r"AveragedLate\.sync_gradients\(\) must leave the same gradients on all",
+    ),
+    "gradient_sync_context": (
+        lambda: OwnBlock(accelerator="cpu", devices=2),
+        "RankMismatchError",
+        r"OwnBlock\.sync_gradients\(\) must leave the same gradients",
+    ),
+    "setup_environment": (
+        lambda: NotConnected(**CPU),
+        r"LifecycleError: NotConnected\.setup_environment\(\) was called.* needs a process group",
+        r"call super\(\)\.setup_environment\(\) in it",
+    ),
+}
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("make", "fix"),
-    [
-        pytest.param(
-            lambda: NeverAveraged(period=100, **CPU),
-            "RankMismatchError: The ranks are not the same in 4 things at the end of fit.*"
-            r"Fix: NeverAveraged\.sync_models\(\) must give all ranks the same parameters\.",
-            id="sync_models",
-        ),
-        pytest.param(
-            lambda: AveragedLate(**CPU),
-            r"RankMismatchError.*Fix: AveragedLate\.sync_gradients\(\) must leave the same gradients on all",
-            id="optimizer_step",
-        ),
-        pytest.param(
-            lambda: OwnBlock(accelerator="cpu", devices=2),
-            r"RankMismatchError.*Fix: OwnBlock\.sync_gradients\(\) must leave the same gradients",
-            id="gradient_sync_context",
-        ),
-        pytest.param(
-            lambda: NotConnected(**CPU),
-            r"LifecycleError: NotConnected\.setup_environment\(\) was called.* needs a process group"
-            r".*Fix: call super\(\)\.setup_environment\(\) in it",
-            id="setup_environment",
-        ),
-    ],
-)
-def test_mistakes(make: Callable[[], Strategy], fix: str) -> None:
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes(mistake: str) -> None:
     """A strategy whose ranks end apart, or are not connected, fails, and the error names its method."""
-    with pytest.raises(WorkerRaisedError, match=f"(?s){fix}"):
+    make, problem, fix = MISTAKES[mistake]
+    with pytest.raises(WorkerRaisedError, match=f"(?s){problem}.*Fix: {fix}"):
         fit(make(), 2, Regression(), gradient_clip_val=0.01)
 
 
@@ -233,7 +210,7 @@ def test_mistakes(make: Callable[[], Strategy], fix: str) -> None:
             r"OwnBlock\.gradient_sync_context\(\) is not called.*sync_gradients\(\)",
         ),
         (
-            lambda: fit(Strategy(**CPU), 2, Sparse()),
+            lambda: weights(Embedded(), Strategy(**CPU), 2),
             WorkerRaisedError,
             "Strategy cannot average sparse gradients",
         ),
@@ -251,16 +228,14 @@ def test_refusals(fails: Callable[[], Any], error: type[RankwiseError], match: s
         fails()
 
 
-def set_up(strategy: Strategy) -> None:
-    strategy.setup_module(nn.Linear(1, 1))
-
-
 @pytest.mark.parametrize("kind", [Strategy, DDPStrategy])
 def test_a_group_that_the_function_should_have_made(kind: type[Strategy]) -> None:
     """Without the strategy's group, `setup_module` says what is missing."""
     fix = r"(?s)setup_module\(\) was called.*Fix: .*torch\.distributed\.init_process_group\(\) before it"
     with pytest.raises(WorkerRaisedError, match=fix):
-        kind(rendezvous="tcp", **CPU).launch(set_up, init_process_group=False)
+        kind(rendezvous="tcp", **CPU).launch(
+            lambda strategy: strategy.setup_module(nn.Linear(1, 1)), init_process_group=False
+        )
 
 
 def step_of(fabric: Fabric, *, has_block: bool) -> Tensor:

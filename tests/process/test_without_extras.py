@@ -2,55 +2,41 @@
 
 import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import sys
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.scripts import ScriptRunner
+from tests.process.helpers import REPOSITORY
 
 OPTIONAL = ("mlflow", "numpy", "psutil", "rich", "sklearn", "tensorboard", "torchmetrics", "tqdm", "wandb")
-REPOSITORY = Path(__file__).parents[2]
 
 PROGRAM = """
-    import sys, warnings
+    import sys
     import torch
-    from rankwise import Trainer, TrainingModule, seed_everything
-    from torch.utils.data import DataLoader
+    from rankwise import Trainer, seed_everything
+    from tests.process.training_tasks import Regression, loader
 
-    class Line(TrainingModule):
+    class Line(Regression):
         def __init__(self):
             super().__init__()
             self.save_hyperparameters()
-            self.layer = torch.nn.Linear(2, 1)
-
-        def training_step(self, batch):
-            loss = (self.layer(batch) - batch.sum(1, keepdim=True)).square().mean()
-            self.log("loss", loss, on_epoch=True)
-            return loss
-
-        def validation_step(self, batch):
-            self.log("val_loss", (self.layer(batch) - batch.sum(1, keepdim=True)).square().mean())
-
-        def predict_step(self, batch):
-            return self.layer(batch)
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def fit(**where):
         seed_everything(1)
         model = Line()
-        data = torch.randn(32, 2, generator=torch.Generator().manual_seed(2))
         trainer = Trainer(max_epochs=2, accelerator="cpu", **where)
-        trainer.fit(model, DataLoader(data, 8 // trainer.world_size, shuffle=True), DataLoader(data, 8))
-        trainer.validate(model, DataLoader(data, 8))
-        assert len(trainer.predict(model, DataLoader(data, 8))) == 4
-        trainer.fit(Line(), DataLoader(data, 8), ckpt_path=trainer.checkpoint_callback.best_model_path)
-        return model.layer.weight.detach()
+        trainer.fit(model, loader(32, 8 // trainer.world_size, shuffle=True), loader(32, 8))
+        trainer.validate(model, loader(32, 8))
+        assert len(trainer.predict(model, loader(32, 8))) == 4
+        trainer.fit(Line(), loader(32, 8), ckpt_path=trainer.checkpoint_callback.best_model_path)
+        return model.net[0].weight.detach()
 
     if __name__ == "__main__":
         alone, together = fit(devices=1), fit(devices=2, strategy=sys.argv[1])
@@ -78,7 +64,7 @@ def without_optional(tmp_path: Path) -> dict[str, str]:
     folder = tmp_path / "startup"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(ABSENT)
-    return {"PYTHONPATH": str(folder)}
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{REPOSITORY}"}
 
 
 @pytest.mark.quick
@@ -104,23 +90,16 @@ def test_doctor(run_script: ScriptRunner, without_optional: dict[str, str]) -> N
 # ------------------------------------------------------------------------------------- a wheel, installed
 
 
-def requirements(name: str, found: set[str]) -> set[str]:
-    """Return the names of a distribution and all that it needs, extras aside."""
-    if name not in found:
-        found.add(name)
-        for line in importlib.metadata.requires(name) or []:
-            needed = re.match(r"[\w.-]+", line)
-            if needed and "extra ==" not in line and _is_installed(needed[0]):
-                requirements(re.sub(r"[-_.]+", "-", needed[0]).lower(), found)
-    return found
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+def requirements(name: str, found: set[str]) -> None:
+    """Add the names of an installed distribution and of all that it needs, extras aside."""
+    name = re.sub(r"[-_.]+", "-", name).lower()
+    with suppress(importlib.metadata.PackageNotFoundError):
+        lines = importlib.metadata.requires(name) or []
+        if name not in found:
+            found.add(name)
+            for line in lines:
+                if "extra ==" not in line:
+                    requirements(re.split(r"[^\w.-]", line, maxsplit=1)[0], found)
 
 
 def link_distribution(name: str, folder: Path) -> None:
@@ -151,7 +130,7 @@ def test_a_wheel_alone(run_script: ScriptRunner, tmp_path: Path) -> None:
     assert "numpy" not in names
     for name in names:
         link_distribution(name, packages)
-    python, plain = str(environment / "bin" / "python"), {"PYTHONPATH": None}
+    python, plain = str(environment / "bin" / "python"), {"PYTHONPATH": str(REPOSITORY)}
     listed = run_script.command([python, "-c", "import rankwise; print(rankwise.__file__)"], env=plain)
     assert str(packages) in listed.stdout, listed
     program = run_script.write(PROGRAM)

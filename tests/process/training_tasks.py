@@ -1,11 +1,10 @@
 """What the training tests train: importable, so that spawned workers find it."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -80,13 +79,19 @@ def count_and_reduce(
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket, and count it."""
     state.get_buffer("reductions").add_(1)
-    tensor = bucket.buffer().div_(torch.distributed.get_world_size())
-    work: Any = torch.distributed.all_reduce(tensor, async_op=True)
-    future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
-    return future
+    everybody: Any = torch.distributed.group.WORLD
+    return allreduce_hook(everybody, bucket)
 
 
 count_and_reduce.__annotations__.clear()  # torch compares them with types, and these are strings
+
+
+def step_by_hand(module: TrainingModule, loss: Tensor) -> None:
+    """Take an optimizer step, as a module without automatic optimisation does."""
+    optimizer = module.optimizers()
+    optimizer.zero_grad()
+    module.manual_backward(loss)
+    optimizer.step()
 
 
 def dataset(samples: int) -> TensorDataset:
@@ -127,12 +132,3 @@ def train_twenty_steps(strategy: Any, devices: int, accumulate: int) -> dict[str
     module = Regression()
     trainer.fit(module, loader(20 * 8 * accumulate, batch_size))
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
-
-
-def write_twenty_steps(path: str, start_method: str, accumulate: int) -> None:
-    """Do the same as a script: rank zero writes the result down."""
-    strategy = CountingStrategy(start_method=start_method)
-    state = train_twenty_steps(strategy, 2, accumulate)
-    if strategy.is_global_zero:
-        listed = {name: value.tolist() for name, value in state.items()}
-        Path(path).write_text(json.dumps(listed))
