@@ -38,64 +38,51 @@ WAIT = """
         print("gone", flush=True)
 """
 
-CHILD = """
+FORKS = """
     from rankwise.errors import WorkerKilledError
     from rankwise.strategies import DDPStrategy
 
-    def job(strategy, state, path):
+    def job(strategy, state, end):
         strategy.barrier()
-        if strategy.global_rank == 1:
-            fork(state, path)
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
-
-    if __name__ == "__main__":
-        strategy = DDPStrategy(accelerator="cpu", devices=2, start_method=sys.argv[1])
-        try:
-            strategy.launch(job, sys.argv[2], str(Path("pid").absolute()))
-        except WorkerKilledError as error:
-            print(error.global_rank)
-        wait_until_gone([int(Path("pid").read_text())])
-"""
-
-
-# With the next test these are all pairs of the two values and a way to end.
-@pytest.mark.parametrize(
-    ("state", "method"), combinations(STATES, METHODS, quick=[("busy", "fork"), ("stopped", "popen")])
-)
-def test_a_process_that_a_killed_rank_has_forked(state: str, method: str, run_script: ScriptRunner) -> None:
-    """It ends with the rank, also while C code holds its interpreter's lock, or while it is suspended."""
-    result = run_script(WAIT + CHILD, method, state, siblings=1)
-    assert result.stdout == "1\ngone\n", result
-
-
-LEAVES = """
-    from rankwise.strategies import DDPStrategy
-
-    def job(strategy, state):
         if strategy.global_rank == 1:
             fork(state, "pid")
-        strategy.barrier()
+        if end == "killed":
+            os.kill(os.getpid(), signal.SIGKILL) if strategy.global_rank == 1 else time.sleep(60)
         return time.monotonic()
 
     if __name__ == "__main__":
         strategy = DDPStrategy(accelerator="cpu", devices=2, start_method=sys.argv[1])
-        ended_s = strategy.launch(job, sys.argv[2])
+        try:
+            ended_s = strategy.launch(job, *sys.argv[2:])
+            result = time.monotonic() - ended_s
+        except WorkerKilledError as error:
+            result = error.global_rank
         if strategy.is_global_zero:
-            print(time.monotonic() - ended_s, flush=True)
+            print(result, flush=True)
             wait_until_gone([int(Path("pid").read_text())])
 """
 
 
+KILLED = [("busy", "fork", "killed"), ("stopped", "popen", "killed")]
+LEFT = [("busy", "popen", "left"), ("stopped", "fork", "left")]
+
+
+# By default these are all pairs of two of the values.
 @pytest.mark.parametrize(
-    ("state", "method"), combinations(STATES, METHODS, quick=[("busy", "popen"), ("stopped", "fork")])
+    ("state", "method", "end"),
+    combinations(STATES, METHODS, ("killed", "left"), quick=[*KILLED, *LEFT]),
 )
-def test_a_process_that_a_rank_leaves(state: str, method: str, run_script: ScriptRunner) -> None:
-    """The launch does not wait for it, and it ends with the rank."""
-    result = run_script(WAIT + LEAVES, method, state, siblings=1)
-    waited_s, gone = result.stdout.split()
+def test_a_process_that_a_rank_has_forked(
+    state: str, method: str, end: str, run_script: ScriptRunner
+) -> None:
+    """It ends with the rank, also while C code holds its interpreter's lock, or while it is suspended.
+
+    A launch whose ranks have returned does not wait for it.
+    """
+    result = run_script(WAIT + FORKS, method, state, end, siblings=1)
+    found, gone = result.stdout.split()
     assert (result.returncode, gone) == (0, "gone"), result
-    assert float(waited_s) < 4 * slowdown(), result
+    assert found == "1" if end == "killed" else float(found) < 4 * slowdown(), result
 
 
 AGENT = """
