@@ -93,17 +93,19 @@ def check(result: ScriptResult, folder: Path) -> None:
     assert says_so or ALL_WELL in result.stdout, result
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("late", [0, 1])
-def test_a_new_group_that_a_rank_comes_late_to(late: int, attack: Attack) -> None:
-    """Each group that the launched function makes is compared before torch's own function uses it."""
-    assert attack("new_group", "fork", late)["ended_with_our_error"]
+@pytest.mark.parametrize(
+    ("job", "late"),
+    [
+        *(pytest.param("new_group", late, marks=pytest.mark.quick) for late in (0, 1)),
+        *(("forged_outcomes", 1), pytest.param("forged_outcomes", 0, marks=pytest.mark.soak)),
+    ],
+)
+def test_a_new_group_that_a_rank_comes_late_to(job: str, late: int, attack: Attack) -> None:
+    """Each group that the launched function makes is compared before torch's own function uses it.
 
-
-@pytest.mark.parametrize("late", [1, pytest.param(0, marks=pytest.mark.soak)])
-def test_an_outcome_that_no_rank_has_written(late: int, attack: Attack) -> None:
-    """A rank that finds an impostor raises that, whatever the store says of the comparison."""
-    assert attack("forged_outcomes", "fork", late)["ended_with_our_error"]
+    A rank that finds an impostor raises that, whatever the store says of the comparison.
+    """
+    assert attack(job, "fork", late)["ended_with_our_error"]
 
 
 @pytest.mark.parametrize("variable", ["TORCH_DISTRIBUTED_DEBUG=DETAIL", "GLOO_SOCKET_IFNAME=lo,lo"])
@@ -186,9 +188,8 @@ class OtherTorch(DDPStrategy):
         plain = private._new_process_group_helper
 
         def create(*args: Any, **kwargs: Any) -> Any:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(private, "ProcessGroupGloo", dist.ProcessGroupGloo)
-                return plain(*args, **kwargs)
+            private.ProcessGroupGloo = dist.ProcessGroupGloo
+            return plain(*args, **kwargs)
 
         private._new_process_group_helper = create
         super().setup_environment()
