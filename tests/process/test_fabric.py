@@ -10,11 +10,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from rankwise import Fabric
-from rankwise.errors import LaunchRefusedError, LifecycleError, WorkerRaisedError
+from rankwise.errors import LifecycleError, WorkerRaisedError
 from rankwise.loggers import CSVLogger
-from tests.helpers.ports import free_port
 from tests.helpers.scripts import ScriptRunner
-from tests.process.helpers import combinations, with_tests
+from tests.process.helpers import TORCHRUN, combinations, with_tests
 from tests.unit.fabric.helpers import Classifier, data, fabric, largest_difference, train
 
 
@@ -157,19 +156,11 @@ def test_ranks_that_all_raise_system_exit(run_script: ScriptRunner) -> None:
 @pytest.mark.soak
 def test_a_script_under_torchrun(run_script: ScriptRunner) -> None:
     """The same script runs where torchrun has started the processes; so does its failure."""
-    path, options = run_script.write(SCRIPT), ["--nproc-per-node=2", f"--master-port={free_port()}"]
-    command = [sys.executable, "-m", "torch.distributed.run", *options]
-    result = run_script.command([*command, str(path)], env=with_tests())
+    command = [sys.executable, *TORCHRUN, str(run_script.write(SCRIPT))]
+    result = run_script.command(command, env=with_tests())
     assert (result.returncode, result.stdout) == (0, "2.0\n"), result
     check_weights(run_script.folder)
     for argument, text in (("fail", "ValueError: loss is nan"), ("exit 1", "exitcode  : 3")):
-        result = run_script.command([*command, str(path), argument], env=with_tests())
+        result = run_script.command([*command, argument], env=with_tests())
         assert result.returncode == 1, result
         assert text in result.stderr, result
-
-
-@pytest.mark.quick
-def test_processes_that_run_a_function_need_one() -> None:
-    """The error says how to launch one, and what runs a script."""
-    with pytest.raises(LaunchRefusedError, match="start_method='fork'"):
-        Fabric(accelerator="cpu", devices=2, strategy="ddp_fork").launch()

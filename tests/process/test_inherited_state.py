@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from rankwise import seed_everything
+from rankwise import DDPStrategy, seed_everything
 from rankwise.launchers.process_state import ProcessState
 from rankwise.seed import given_seed
 from rankwise.strategies import Strategy
 from tests.process.host_cases import strategy_of
+from tests.process.test_given_launchers import PlainLauncher
 
 Facts = dict[str, Any]
 MEMORY: Any = torch.utils.deterministic  # typed without its attribute
@@ -71,3 +72,9 @@ def test_ranks_begin_as_the_caller_is(method: str, caller: Facts) -> None:
     for _ in range(2):
         strategy.launch(facts)
         assert strategy.results == {0: caller, 1: caller}
+
+
+def test_ranks_of_a_given_launcher(caller: Facts) -> None:
+    """A new interpreter that the user's own launcher has started does, too."""
+    strategy = DDPStrategy(launcher=PlainLauncher("spawn"), accelerator="cpu", devices=1)
+    assert strategy.launch(facts) == caller

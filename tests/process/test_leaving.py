@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from rankwise.checkpoint import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
+from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
 from rankwise.errors import WorkerKilledError, WorkerRaisedError, WorkerTimedOutError
 from rankwise.monitoring import stragglers
 from rankwise.strategies import Strategy
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import ddp, with_tests
+from tests.process.resume_tasks import ThroughTorch
 
 
 def leave_a_thread(strategy: Strategy, seconds: float, path: str) -> str:
@@ -67,19 +68,13 @@ def test_a_rank_that_does_not_leave(
     assert "in upload" in stderr.partition("stacks of global_rank=1")[2]
 
 
-class Slow(CheckpointIO):
+class Slow(ThroughTorch):
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
         time.sleep(self.seconds)
-        TorchCheckpointIO().save_checkpoint(checkpoint, path)
-
-    def load_checkpoint(self, path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
-        return TorchCheckpointIO().load_checkpoint(path, map_location)
-
-    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Nothing is removed here."""
+        super().save_checkpoint(checkpoint, path)
 
 
 def save_and_fail(strategy: Strategy, who: int, path: str) -> None:
