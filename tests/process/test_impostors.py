@@ -161,15 +161,12 @@ def test_a_default_group_that_the_user_creates(start_method: str, attack: Attack
 
 def test_nodes_with_different_keys(run_script: ScriptRunner, tmp_path: Path) -> None:
     """Whoever lacks the key is no rank of the job, whatever the store says; the same key is no obstacle."""
-    command = [sys.executable, str(SCRIPT), "broadcast", "fork", str(tmp_path), "2"]
+    start = partial(run_script.start, SCRIPT, "broadcast", "fork", str(tmp_path), "2")
     problem = "PeerAuthenticationError: No rank of the job has written"
     for keys, expected in ((("k" * 32, "k" * 32), ALL_WELL), (("k" * 32, None), problem)):
-        rendezvous = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        runs = []
-        for node, key in enumerate(keys):
-            variables = {**rendezvous, "NODE_RANK": str(node), "LATE": "-1", "RANKWISE_JOB_KEY": key}
-            runs.append(run_script.start_command(command, env=with_tests(variables)))
-        results = [run.finish() for run in runs]
+        job = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LATE": "-1"}
+        nodes = [{**job, "NODE_RANK": str(node), "RANKWISE_JOB_KEY": key} for node, key in enumerate(keys)]
+        results = [run.finish() for run in [start(env=with_tests(variables)) for variables in nodes]]
         assert all(expected in result.stdout for result in results), results
 
 
