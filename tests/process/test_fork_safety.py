@@ -23,7 +23,7 @@ HEAVY = """
 
     def work():
         model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
-        for _ in range(20):
+        for _ in range(5):
             model(torch.randn(512, 256)).sum().backward()
 
     def job(strategy):
