@@ -65,7 +65,7 @@ def stubborn(strategy: Strategy) -> None:
 
 def report(launch: Callable[[], object], errors: type[Exception] = WorkerError) -> None:
     try:
-        print(launch())
+        print(launch(), flush=True)  # a rank that is killed later loses what it has buffered
     except errors as error:
         print(type(error).__name__, getattr(error, "global_rank", ""), error)
 

@@ -10,11 +10,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from rankwise import Fabric
-from rankwise.errors import LaunchRefusedError, LifecycleError, WorkerRaisedError
+from rankwise.errors import LifecycleError, WorkerRaisedError
 from rankwise.loggers import CSVLogger
-from tests.helpers.ports import free_port
 from tests.helpers.scripts import ScriptRunner
-from tests.process.helpers import combinations, with_tests
+from tests.process.helpers import TORCHRUN, combinations, with_tests
 from tests.unit.fabric.helpers import Classifier, data, fabric, largest_difference, train
 
 
@@ -54,21 +53,6 @@ def test_two_processes_give_the_weights_of_one(tmp_path: Path) -> None:
     assert file.read_text().split() == ["rank,step", "0,0"]
 
 
-def fail(one: Fabric) -> None:
-    if one.global_rank == 1:
-        raise ValueError("loss is nan")
-    one.barrier()
-
-
-@pytest.mark.quick
-def test_a_failing_rank_reaches_the_caller() -> None:
-    """With its own traceback, as for the Trainer."""
-    with pytest.raises(WorkerRaisedError, match=r"global_rank=1.*loss is nan") as caught:
-        Fabric(accelerator="cpu", devices=2, strategy="ddp_fork").launch(fail)
-    assert caught.value.global_rank == 1
-    assert "in fail" in caught.value.traceback_text
-
-
 class SavesInFabric:
     def on_exception(self, fabric: Fabric, path: Path) -> None:
         fabric.save(path, {"rank": fabric.global_rank})
@@ -86,11 +70,14 @@ def fail_on_rank_one(one: Fabric, path: Path) -> None:
         raise
 
 
-def test_the_hook_after_an_exception_waits_for_nobody(tmp_path: Path) -> None:
-    """In `on_exception` a save is the rank's own, and other collectives are refused."""
+@pytest.mark.quick
+def test_a_failing_rank_reaches_the_caller(tmp_path: Path) -> None:
+    """With its own traceback; in `on_exception` a save is the rank's own, other collectives are refused."""
     two = Fabric(accelerator="cpu", devices=2, strategy="ddp_fork", callbacks=SavesInFabric())
-    with pytest.raises(WorkerRaisedError, match="ValueError: on one rank"):
+    with pytest.raises(WorkerRaisedError, match=r"global_rank=1.*ValueError: on one rank") as caught:
         two.launch(fail_on_rank_one, tmp_path / "failed.ckpt")
+    assert caught.value.global_rank == 1
+    assert "in fail_on_rank_one" in caught.value.traceback_text
     assert torch.load(tmp_path / "failed.ckpt", weights_only=True) == {"rank": 1}
 
 
@@ -169,19 +156,11 @@ def test_ranks_that_all_raise_system_exit(run_script: ScriptRunner) -> None:
 @pytest.mark.soak
 def test_a_script_under_torchrun(run_script: ScriptRunner) -> None:
     """The same script runs where torchrun has started the processes; so does its failure."""
-    path, options = run_script.write(SCRIPT), ["--nproc-per-node=2", f"--master-port={free_port()}"]
-    command = [sys.executable, "-m", "torch.distributed.run", *options]
-    result = run_script.command([*command, str(path)], env=with_tests())
+    command = [sys.executable, *TORCHRUN, str(run_script.write(SCRIPT))]
+    result = run_script.command(command, env=with_tests())
     assert (result.returncode, result.stdout) == (0, "2.0\n"), result
     check_weights(run_script.folder)
     for argument, text in (("fail", "ValueError: loss is nan"), ("exit 1", "exitcode  : 3")):
-        result = run_script.command([*command, str(path), argument], env=with_tests())
+        result = run_script.command([*command, argument], env=with_tests())
         assert result.returncode == 1, result
         assert text in result.stderr, result
-
-
-@pytest.mark.quick
-def test_processes_that_run_a_function_need_one() -> None:
-    """The error says how to launch one, and what runs a script."""
-    with pytest.raises(LaunchRefusedError, match="start_method='fork'"):
-        Fabric(accelerator="cpu", devices=2, strategy="ddp_fork").launch()

@@ -1,6 +1,5 @@
 """Failures: which rank, how, while its peer does what. `test_fault_matrix.py` has the whole table."""
 
-import faulthandler
 import itertools
 import json
 import os
@@ -19,7 +18,7 @@ from rankwise.errors import WorkerError, WorkerExitedError, WorkerKilledError, W
 from rankwise.strategies import Strategy
 from tests.helpers.scripts import ScriptRunner
 from tests.process.faults import HOW, LIMIT_S, WHEN, Fault, job, problems, strategy_with
-from tests.process.helpers import combinations, ddp, with_tests
+from tests.process.helpers import ddp, with_tests
 
 Cell = tuple[int, str, str, str]
 CELLS: list[Cell] = list(itertools.product((0, 1), HOW, WHEN, ("private", "tcp")))
@@ -109,17 +108,6 @@ def test_an_uncaught_failure_is_on_stderr_once(who: int, run_script: ScriptRunne
     assert f"Worker global_rank={who} " in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("how", "when"), combinations(("kill", "_exit"), ("step", "sleep", "before"), quick=[("kill", "step")])
-)
-def test_rank_zero_is_gone_at_once(how: str, when: str, run_script: ScriptRunner, tmp_path: Path) -> None:
-    """Under ddp rank 0 is the main process: its sudden end is the script's, and the other rank ends too."""
-    cell = json.dumps([0, how, when, "private", str(tmp_path / "stamp")])
-    running = run_script.start(PROGRAM + UNCAUGHT, cell, env=with_tests(), siblings=1)
-    expected = -signal.SIGKILL if how == "kill" else 3
-    assert running.finish(leftover_grace_s=LIMIT_S).returncode == expected
-
-
 BUSY = """
     import sys
     from rankwise.strategies import DDPStrategy
@@ -168,10 +156,10 @@ def test_workers_that_have_not_begun_leave_too(start_method: str, run_script: Sc
     assert running.finish(leftover_grace_s=LIMIT_S).returncode == -signal.SIGKILL
 
 
-def finish_then_fail(strategy: Strategy, who: int, how: str, stamp: str) -> str:
-    if strategy.global_rank == who:
+def finish_then_fail(strategy: Strategy, fault: Fault) -> str:
+    if strategy.global_rank == fault.who:
         time.sleep(0.3)
-        Fault(who, how, "", stamp).happen()
+        fault.happen()
     return "finished"
 
 
@@ -181,7 +169,7 @@ def test_one_that_finished_is_no_success(who: int, how: str, tmp_path: Path) -> 
     """A rank that has returned already does not make the run a success when the other fails."""
     fault, strategy = Fault(who, how, "", str(tmp_path / "stamp")), ddp("fork")
     with pytest.raises(WorkerError) as caught:
-        strategy.launch(finish_then_fail, who, how, fault.stamp)
+        strategy.launch(finish_then_fail, fault)
     assert problems(fault, caught.value) == []
     assert strategy.results == {}
 
@@ -240,6 +228,7 @@ PLAIN = {"unruly": Unruly, "interrupt": KeyboardInterrupt, "empty": ValueError}
 
 
 def fail_oddly(strategy: Strategy, kind: str) -> None:
+    print("before the failure", end="")
     if strategy.global_rank == 0:
         strategy.barrier()
     if kind == "long":
@@ -268,45 +257,19 @@ def fail_oddly(strategy: Strategy, kind: str) -> None:
 @pytest.mark.parametrize(
     "kind", ["long", "surrogate", "unruly", "interrupt", "no folder", "empty", "local", "chained"]
 )
-def test_any_exception_is_reported(kind: str) -> None:
-    """Any exception is reported, with rank and chain: long, not decodable, without text, local, chained."""
-    names = {"unruly": Unruly, "interrupt": KeyboardInterrupt, "no folder": FileNotFoundError}
+def test_any_exception_is_reported(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Any exception is reported, with rank and chain: long, not decodable, without text, local, chained.
+
+    What the rank has printed before is written.
+    """
     with pytest.raises(WorkerRaisedError) as caught:
         ddp("fork").launch(fail_oddly, kind)
-    expected = "Local" if kind == "local" else names.get(kind, ValueError).__name__
+    types = {**PLAIN, "no folder": FileNotFoundError}
+    expected = "Local" if kind == "local" else types.get(kind, ValueError).__name__
     assert (caught.value.global_rank, caught.value.exception_type) == (1, expected)
     chain = "KeyError: 'inner'.*direct cause.*ValueError: outer" if kind == "chained" else ""
     assert re.search(chain, caught.value.traceback_text, re.DOTALL)
-
-
-def test_what_the_caller_is_handling_is_no_part_of_a_failure() -> None:
-    """The error of a job that is retried in an `except` block does not contain the caught exception."""
-    try:
-        raise dist.DistStoreError("wait timeout after 100ms, keys: /config")
-    except dist.DistStoreError:
-        with pytest.raises(WorkerRaisedError, match="failure of 0") as caught:
-            ddp("fork").launch(both_fail)
-    assert "wait timeout" not in caught.value.traceback_text
-
-
-def test_the_traceback_starts_in_the_users_code() -> None:
-    """No frame of the launcher stands above the user's in the text."""
-    with pytest.raises(WorkerRaisedError) as caught:
-        ddp("fork").launch(both_fail)
-    assert "in both_fail" in caught.value.traceback_text.splitlines()[1]
-
-
-def abort(strategy: Strategy) -> None:
-    faulthandler.disable()  # pytest's, which would show the abort on its own screen
-    if strategy.global_rank == 1:
-        os.abort()
-    time.sleep(60)
-
-
-def test_a_crash_names_its_signal() -> None:
-    """A rank that crashes in native code is reported with the signal's name."""
-    with pytest.raises(WorkerKilledError, match=r"global_rank=1 .* was killed by SIGABRT"):
-        ddp("fork").launch(abort)
+    assert "before the failure" in capfd.readouterr().out
 
 
 def become_another_program(strategy: Strategy, when: str) -> None:
@@ -377,20 +340,16 @@ def total(strategy: Strategy) -> float:
 @pytest.mark.parametrize("start_method", ["fork", "forkserver"])
 @pytest.mark.parametrize("rendezvous", ["private", "tcp"])
 def test_the_next_launch_works(start_method: str, rendezvous: str) -> None:
-    """After a failure the same strategy launches again."""
+    """After a failure, whose traceback starts in the user's code, the same strategy launches again.
+
+    The error of a job that is retried in an `except` block does not contain the caught exception.
+    """
     strategy = ddp(start_method, rendezvous)
-    with pytest.raises(WorkerRaisedError):
-        strategy.launch(both_fail)
+    try:
+        raise dist.DistStoreError("wait timeout after 100ms, keys: /config")
+    except dist.DistStoreError:
+        with pytest.raises(WorkerRaisedError, match="failure of 0") as caught:
+            strategy.launch(both_fail)
+    assert "in both_fail" in caught.value.traceback_text.splitlines()[1]
+    assert "wait timeout" not in caught.value.traceback_text
     assert strategy.launch(total) == 2.0
-
-
-def test_what_a_failing_rank_printed_is_not_lost(capfd: pytest.CaptureFixture[str]) -> None:
-    """Output that was still in a failing rank's buffer is written."""
-
-    def say_and_fail(strategy: Strategy) -> None:
-        print("before the failure", end="")
-        raise ValueError("the cause")
-
-    with pytest.raises(WorkerRaisedError):
-        ddp("fork").launch(say_and_fail)
-    assert "before the failure" in capfd.readouterr().out

@@ -3,7 +3,6 @@
 import gc
 import os
 import signal
-import time
 
 import psutil
 import pytest
@@ -11,6 +10,7 @@ import torch
 
 from rankwise.testing import run_distributed
 from tests.helpers.load import slowdown
+from tests.helpers.processes import wait_until_gone
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import ddp, with_tests
 
@@ -22,21 +22,15 @@ HEAVY = """
     from torch import nn
 
     def work():
-        left, right = torch.randn(600, 600), torch.randn(600, 600)
-        for _ in range(20):
-            left = torch.relu(left @ right) / 600
         model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
-        model(torch.randn(512, 256)).sum().backward()
-        return float(left.sum())
+        for _ in range(5):
+            model(torch.randn(512, 256)).sum().backward()
 
     def job(strategy):
         work()
         model = strategy.setup_module(nn.Linear(512, 512))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for _ in range(3):
-            optimizer.zero_grad()
             model(torch.randn(512, 512)).square().mean().backward()
-            optimizer.step()
         return torch.get_num_threads()
 
     if __name__ == "__main__":
@@ -78,28 +72,13 @@ def test_a_forks_collections_leave_out_what_it_inherits(is_frozen: bool) -> None
 IMPORTS = """
     import sys
     from pathlib import Path
-    import torch
-    from rankwise import Trainer, TrainingModule
+    from tests.process.training_tasks import Regression, loader, quiet_trainer
 
-    class Line(TrainingModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(2, 1)
-
-        def training_step(self, batch):
-            return self.layer(batch).square().mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
+    class Listing(Regression):
         def on_train_end(self):
             Path(f"rank{self.global_rank}").write_text(" ".join(sys.modules))
 
-    trainer = Trainer(
-        max_epochs=1, accelerator="cpu", devices=2, strategy="ddp_fork", use_distributed_sampler=False,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False,
-    )
-    trainer.fit(Line(), [torch.ones(4, 2)])
+    quiet_trainer("ddp_fork", 2, max_epochs=1).fit(Listing(), loader(8, 4))
     for rank in range(2):
         added = {*Path(f"rank{rank}").read_text().split()} - {*sys.modules}
         print(sorted(name for name in added if not name.startswith("torch.")))
@@ -108,7 +87,7 @@ IMPORTS = """
 
 def test_forked_ranks_import_nothing(run_script: ScriptRunner) -> None:
     """What a fit needs beside torch is imported in the main process: once, and in memory that ranks share."""
-    assert run_script(IMPORTS, fresh=True).stdout == "[]\n[]\n"
+    assert run_script(IMPORTS, env=with_tests(), fresh=True).stdout == "[]\n[]\n"
 
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,15 +99,6 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 GONE_S = 4.0
 """The limit for processes that were told to end. A loader's worker that notices itself takes over 5 s."""
-
-
-def are_gone(pids: list[int], within_s: float) -> bool:
-    deadline = time.monotonic() + within_s * slowdown()
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 MAIN_KILLED = """
@@ -170,6 +140,6 @@ def test_the_callers_own_data_workers_do_not_hold_ranks(run_script: ScriptRunner
     assert len(ranks) == 2
     running.send_signal(signal.SIGKILL)
     running.popen.wait(20)
-    assert are_gone([rank.pid for rank in ranks], within_s=GONE_S)
+    assert wait_until_gone(lambda: ranks, GONE_S * slowdown()) == []
     # the loader worker that is the user's own notices by itself, some seconds later: torch's way
     running.finish(leftover_grace_s=30.0)

@@ -14,7 +14,6 @@ from rankwise import DDPStrategy, Launcher
 from rankwise.launchers import WorkerContext
 from rankwise.launchers.context import Entry
 from rankwise.stores.tcp import host_store
-from rankwise.strategies import Strategy
 from tests.process.test_parameters_in_shared_memory import trained
 
 
@@ -53,21 +52,3 @@ def test_each_rank_trains_its_own_parameters(start_method: str) -> None:
     found = trained(strategy, 2, is_shared=True)
     expected = trained("single_device", 1, is_shared=False)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-def drawn(strategy: Strategy) -> tuple[float, torch.dtype]:
-    return float(torch.rand(())), torch.get_default_dtype()
-
-
-def test_ranks_begin_in_the_callers_state() -> None:
-    """A new interpreter draws the caller's random numbers, with its flags."""
-    strategy = DDPStrategy(launcher=PlainLauncher("spawn"), accelerator="cpu", devices=1)
-    before = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(torch.float64)
-        torch.manual_seed(5)
-        found = strategy.launch(drawn)
-        torch.manual_seed(5)
-        assert found == (float(torch.rand(())), torch.float64)
-    finally:
-        torch.set_default_dtype(before)

@@ -1,6 +1,5 @@
 """Communication hooks, weights and sharded optimizers through the Trainer, on two real processes."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from rankwise import Trainer
-from rankwise.callbacks import Callback, ModelCheckpoint
+from rankwise.callbacks import ModelCheckpoint
 from rankwise.errors import ConfigurationError, UnusedParametersError, WorkerRaisedError
 from rankwise.gradient_sync import hook_registry, register_ddp_comm_hook
 from rankwise.strategies import DDPStrategy
 from tests.helpers.exactness import Case, Model, cases, expected_weights
 from tests.helpers.exactness import loader as case_loader
+from tests.process.continued_tasks import sharded_adam
 from tests.process.helpers import ddp
 from tests.process.training_tasks import Regression, loader, quiet_trainer
 
@@ -110,18 +110,12 @@ def test_powersgd_in_many_buckets_on_gloo(by: str) -> None:
 
 class Sharded(Regression):
     def configure_optimizers(self) -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, of what it imports
-            from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.Adam, lr=0.01)
+        return sharded_adam(self.parameters())
 
 
 def test_optimizer_state_of_a_sharded_optimizer(tmp_path: Path) -> None:
     """It equals Adam on one rank. The caller, and checkpoints, have its whole state, so that fits go on."""
-    expected_module = Regression()
-    adam = torch.optim.Adam(expected_module.parameters(), lr=0.01)
-    expected_module.configure_optimizers = lambda: adam  # type: ignore[method-assign]  # for once
+    expected_module = Regression("adam")
     quiet_trainer("single_device", 1, max_steps=6).fit(expected_module, loader(64, 8))
 
     trainer, module = fitted({}, 3, Sharded())
@@ -144,31 +138,26 @@ def test_averaging_refuses_a_sharded_optimizer() -> None:
     assert caught.value.exception_type == ConfigurationError.__name__
 
 
-class Apart(Callback):
-    """Notes, on rank zero, how far the ranks' weights are apart where one model is expected."""
+class Apart(Regression):
+    """Notes how far the ranks' weights are apart where one model is expected."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.distances: dict[str, list[float]] = {"step": [], "validation": [], "checkpoint": []}
 
-    def note(self, moment: str, trainer: Trainer, module: nn.Module) -> None:
+    def note(self, moment: str) -> None:
         """Collective: every rank must call this."""
-        first, second = trainer.strategy.all_gather_object(weights(module))
+        first, second = self.trainer.strategy.all_gather_object(weights(self))
         self.distances[moment].append(float((first - second).abs().max()))
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.distances
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.note("step")
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.distances = state_dict
+    def on_validation_start(self) -> None:
+        self.note("validation")
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.note("step", trainer, module)
-
-    def on_validation_start(self, trainer: Any, module: Any) -> None:
-        self.note("validation", trainer, module)
-
-    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
-        self.note("checkpoint", trainer, module)
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.note("checkpoint")
 
 
 @pytest.mark.quick
@@ -176,10 +165,9 @@ def test_one_model_is_validated_and_saved(tmp_path: Path) -> None:
     """Between averages of post-local SGD, validations and checkpoints average the models too."""
     hook = "post_localsgd:start_localSGD_iter=0,subgroup_size=1"
     arguments = {"comm_hook": hook, "model_averaging_period": 4}
-    apart, module = Apart(), Regression()
-    callbacks = [apart, ModelCheckpoint(tmp_path, every_n_train_steps=7, save_last=True)]
+    apart, callbacks = Apart(), ModelCheckpoint(tmp_path, every_n_train_steps=7, save_last=True)
     options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": callbacks, "val_check_interval": 3}
-    trainer_on(arguments, 8, **options).fit(module, loader(64, 4), loader(10, 4))
+    trainer_on(arguments, 8, **options).fit(apart, loader(64, 4), loader(10, 4))
     assert [bool(distance) for distance in apart.distances["step"]] == [False, True, True, True] * 2
     assert (apart.distances["validation"], apart.distances["checkpoint"][:1]) == ([0.0] * 2, [0.0])
 
@@ -222,27 +210,38 @@ def test_ranks_equal_one_process_again_and_again(case: Case) -> None:
     check_on_processes(case)
 
 
-def gradients_by_hook(strategy: DDPStrategy, names: list[str]) -> list[Tensor]:
-    found = []
-    for name in names:
-        strategy.gradients = DDPStrategy(accelerator="cpu", devices=2, comm_hook=name).gradients
-        module = Regression()
+NAMES = ("allreduce", "fp16_compress", "bf16_compress", "powersgd")
+ATOL = {"fp16_compress": 1e-2, "bf16_compress": 5e-2}
+HOOKS = [*((name, None) for name in NAMES), (None, "logged"), ("fp16_compress", "logged")]
+
+
+def gradients_by_hook(strategy: DDPStrategy) -> list[Tensor]:
+    """Return the gradients of 4 of 8 samples; of 1 or 7, whose batches count by their size, with weights."""
+    found, (x, y) = [], loader(8, 8).dataset[:]
+    for hook, weighting in HOOKS:
+        strategy.gradients = DDPStrategy(comm_hook=hook, gradient_weighting=weighting).gradients
+        module, first = Regression(), 1 if weighting else 4
         wrapped = strategy.setup_module(module)
-        with strategy.gradient_sync_context(wrapped):
-            found.append(gradients(module, wrapped, loader(8, 8).dataset[strategy.global_rank :: 2]))
+        own = slice(0, first) if strategy.global_rank == 0 else slice(first, 8)
+        for _ in range(2):
+            wrapped.zero_grad()
+            with strategy.gradient_sync_context(wrapped):
+                loss = nn.functional.mse_loss(wrapped(x[own]), y[own])
+                # The weights are too large for 16 bits.
+                loss = strategy.weighted_loss(loss, 10_000 * len(x[own])) if weighting else loss
+                loss.backward()
+        found.append(flat_gradients(module))
     return found
 
 
 def test_hooks_work_on_gloo() -> None:
-    """Every averaging hook gives gloo's ranks the same gradients, near one process's; bf16 included."""
-    names = ["allreduce", "fp16_compress", "bf16_compress", "powersgd"]
+    """Every averaging hook gives gloo's ranks the same gradients, near one process's; bf16, weights too."""
     strategy, single = ddp("fork"), Regression()
-    strategy.launch(gradients_by_hook, names)
+    strategy.launch(gradients_by_hook)
     expected = gradients(single, single, loader(8, 8).dataset[:])
-    for name, first, second in zip(names, strategy.results[0], strategy.results[1], strict=True):
-        atol = {"fp16_compress": 1e-2, "bf16_compress": 5e-2}.get(name, 1e-12)
+    for (name, _), first, second in zip(HOOKS, strategy.results[0], strategy.results[1], strict=True):
         torch.testing.assert_close(first, second, rtol=0, atol=0)
-        torch.testing.assert_close(first, expected, rtol=0, atol=atol)
+        torch.testing.assert_close(first, expected, rtol=0, atol=ATOL.get(name or "", 1e-12))
 
 
 def registered_by_hand(strategy: DDPStrategy) -> list[Tensor]:
@@ -271,26 +270,3 @@ def test_register_ddp_comm_hook() -> None:
         for other in others:
             torch.testing.assert_close(other, plain, rtol=0, atol=1e-2)
     assert not torch.equal(*strategy.results[0][:2])  # 16 bits show
-
-
-def weighted_by_hand(strategy: DDPStrategy, hook: str | None) -> Tensor:
-    """Return the gradients of batches that count by their size: 1 and 7 of 8 samples, in two steps."""
-    strategy.gradients = DDPStrategy(comm_hook=hook, gradient_weighting="logged").gradients
-    module = Regression()
-    wrapped = strategy.setup_module(module)
-    x, y = loader(8, 8).dataset[:1] if strategy.global_rank == 0 else loader(8, 8).dataset[1:]
-    for _ in range(2):
-        wrapped.zero_grad()
-        with strategy.gradient_sync_context(wrapped):
-            strategy.weighted_loss(nn.functional.mse_loss(wrapped(x), y), 10_000 * len(x)).backward()
-    return flat_gradients(module)
-
-
-@pytest.mark.parametrize(("hook", "atol"), [(None, 1e-12), ("fp16_compress", 1e-2)])
-def test_logged_weights_on_gloo(hook: str | None, atol: float) -> None:
-    """Weights too large for 16 bits: the gradients of one process that has all samples."""
-    strategy, single = ddp("fork"), Regression()
-    strategy.launch(weighted_by_hand, hook)
-    expected = gradients(single, single, loader(8, 8).dataset[:])
-    for rank in (0, 1):
-        torch.testing.assert_close(strategy.results[rank], expected, rtol=0, atol=atol)

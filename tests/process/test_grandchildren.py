@@ -1,5 +1,7 @@
 """What ends with a killed rank or agent, in whatever state it is."""
 
+import signal
+
 import pytest
 
 from tests.helpers.load import slowdown
@@ -10,126 +12,93 @@ from tests.process.helpers import combinations
 METHODS = (*FROM_A_PROCESS, "popen")
 STATES = ("busy", "stopped")
 
-WAIT = """
+FORKS = """
     import os, signal, sys, time
     from pathlib import Path
-
-    def be_child(state, path):
-        Path(path).write_text(str(os.getpid()))
-        if state == "stopped":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        sum(range(10**12))  # in one call of C code, with the interpreter's lock
-
-    def fork(state, path):
-        if os.fork() == 0:
-            be_child(state, path)
-        while not Path(path).exists() or not Path(path).read_text():
-            time.sleep(0.01)
-
-    def is_gone(pid):
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-        except OSError:
-            return True
-
-    def wait_until_gone(pids):
-        while not all(map(is_gone, pids)):
-            time.sleep(0.01)
-        print("gone", flush=True)
-"""
-
-CHILD = """
     from rankwise.errors import WorkerKilledError
     from rankwise.strategies import DDPStrategy
 
-    def job(strategy, state, path):
-        strategy.barrier()
-        if strategy.global_rank == 1:
-            fork(state, path)
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
+    PID = Path("pid")
 
-    if __name__ == "__main__":
-        strategy = DDPStrategy(accelerator="cpu", devices=2, start_method=sys.argv[1])
+    def fork(state):
+        if os.fork() == 0:
+            PID.write_text(str(os.getpid()))
+            if state == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            sum(range(10**12))  # in one call of C code, with the interpreter's lock
+        while not PID.exists() or not PID.read_text():
+            time.sleep(0.01)
+
+    def is_gone():
         try:
-            strategy.launch(job, sys.argv[2], str(Path("pid").absolute()))
-        except WorkerKilledError as error:
-            print(error.global_rank)
-        wait_until_gone([int(Path("pid").read_text())])
-"""
+            return Path(f"/proc/{PID.read_text()}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        except OSError:
+            return True
 
-
-# With the next test these are all pairs of the two values and a way to end.
-@pytest.mark.parametrize(
-    ("state", "method"), combinations(STATES, METHODS, quick=[("busy", "fork"), ("stopped", "popen")])
-)
-def test_a_process_that_a_killed_rank_has_forked(state: str, method: str, run_script: ScriptRunner) -> None:
-    """It ends with the rank, also while C code holds its interpreter's lock, or while it is suspended."""
-    result = run_script(WAIT + CHILD, method, state, siblings=1)
-    assert result.stdout == "1\ngone\n", result
-
-
-LEAVES = """
-    from rankwise.strategies import DDPStrategy
-
-    def job(strategy, state):
-        if strategy.global_rank == 1:
-            fork(state, "pid")
+    def job(strategy, state, end):
         strategy.barrier()
+        if strategy.global_rank == 1:
+            fork(state)
+        if end == "killed":
+            os.kill(os.getpid(), signal.SIGKILL) if strategy.global_rank == 1 else time.sleep(60)
         return time.monotonic()
 
     if __name__ == "__main__":
         strategy = DDPStrategy(accelerator="cpu", devices=2, start_method=sys.argv[1])
-        ended_s = strategy.launch(job, sys.argv[2])
+        try:
+            ended_s = strategy.launch(job, *sys.argv[2:])
+            result = time.monotonic() - ended_s
+        except WorkerKilledError as error:
+            result = error.global_rank
         if strategy.is_global_zero:
-            print(time.monotonic() - ended_s, flush=True)
-            wait_until_gone([int(Path("pid").read_text())])
+            print(result, flush=True)
+            while not is_gone():
+                time.sleep(0.01)
+            print("gone")
 """
 
 
+KILLED = [("busy", "fork", "killed"), ("stopped", "popen", "killed")]
+LEFT = [("busy", "popen", "left"), ("stopped", "fork", "left")]
+
+
+# By default these are all pairs of two of the values.
 @pytest.mark.parametrize(
-    ("state", "method"), combinations(STATES, METHODS, quick=[("busy", "popen"), ("stopped", "fork")])
+    ("state", "method", "end"),
+    combinations(STATES, METHODS, ("killed", "left"), quick=[*KILLED, *LEFT]),
 )
-def test_a_process_that_a_rank_leaves(state: str, method: str, run_script: ScriptRunner) -> None:
-    """The launch does not wait for it, and it ends with the rank."""
-    result = run_script(WAIT + LEAVES, method, state, siblings=1)
-    waited_s, gone = result.stdout.split()
+def test_a_process_that_a_rank_has_forked(
+    state: str, method: str, end: str, run_script: ScriptRunner
+) -> None:
+    """It ends with the rank, also while C code holds its interpreter's lock, or while it is suspended.
+
+    A launch whose ranks have returned does not wait for it.
+    """
+    result = run_script(FORKS, method, state, end, siblings=1)
+    found, gone = result.stdout.split()
     assert (result.returncode, gone) == (0, "gone"), result
-    assert float(waited_s) < 4 * slowdown(), result
+    assert found == "1" if end == "killed" else float(found) < 4 * slowdown(), result
 
 
 AGENT = """
-    import resource, subprocess
+    import os, resource, sys
     from rankwise.strategies import DDPElasticStrategy
 
     def job(strategy, state):
         strategy.barrier()
-        Path(f"rank{strategy.global_rank}").write_text(str(os.getpid()))
+        print("up", flush=True)
+        _, pipe = os.pipe()
         while state == "writing":
-            os.write(1, bytes(1 << 16))  # which nobody reads
+            os.write(pipe, bytes(1 << 16))  # which nobody reads
         sum(range(10**12))
 
-    def be_agent(method, state):
+    if __name__ == "__main__":
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         if hard > 2048:
             resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
             kept = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
-        strategy = DDPElasticStrategy(accelerator="cpu", devices=2, start_method=method, max_restarts=0)
-        strategy.launch(job, state)
-
-    def pids():
-        return [path.read_text() for path in sorted(Path().glob("rank?"))]
-
-    if __name__ == "__main__" and len(sys.argv) == 3:
-        be_agent(*sys.argv[1:])
-    elif __name__ == "__main__":
-        command = [sys.executable, *sys.argv[:3]]
-        agent = subprocess.Popen(command, stdout=subprocess.PIPE if sys.argv[2] == "writing" else None)
-        while len(pids()) < 2 or not all(pids()):
-            time.sleep(0.05)
-        agent.kill()
-        agent.wait()
-        wait_until_gone(map(int, pids()))
+        options = {"start_method": sys.argv[1], "max_restarts": 0}
+        DDPElasticStrategy(accelerator="cpu", devices=2, **options).launch(job, sys.argv[2])
 """
 
 
@@ -138,5 +107,7 @@ AGENT = """
 )
 def test_the_ranks_of_a_killed_agent(state: str, method: str, run_script: ScriptRunner) -> None:
     """They end with it, while C code holds the lock, or in a write, and with more than 1,024 open files."""
-    result = run_script(WAIT + AGENT, method, state, "main")
-    assert result.stdout == "gone\n", result
+    running = run_script.start(AGENT, method, state, fresh=True)
+    running.wait_for("up", count=2)
+    running.send_signal(signal.SIGKILL)
+    assert running.finish(leftover_grace_s=20).returncode == -signal.SIGKILL

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.helpers.ports import free_port
-from tests.helpers.scripts import ScriptResult, ScriptRunner
+from tests.helpers.scripts import ScriptRunner
 from tests.process import host_cases
 from tests.process.helpers import Cases, cases_of, combinations
 from tests.process.test_host_programs import ALL_METHODS, ELASTIC, METHODS, by_seccomp
@@ -56,7 +56,14 @@ def test_too_few_processes(situation: str, method: str, cases: Cases) -> None:
 
 
 # One program launches by several methods: where a launch is refused, nothing has been started.
-LAUNCHES = """
+REMOVED = """
+    import os, sys
+    import torch
+
+    if sys.argv[1] == "before":
+        os.rmdir(os.getcwd())
+
+    import rankwise
     from rankwise.strategies import DDPElasticStrategy, DDPStrategy
 
     def good(strategy):
@@ -68,7 +75,10 @@ LAUNCHES = """
         return strategy(accelerator="cpu", devices=2, start_method=start_method).launch(good)
 
     if __name__ == "__main__":
-        for method in sys.argv[1:]:
+        if sys.argv[1] == "after":
+            os.rmdir(os.getcwd())
+            os.chdir(sys.path[0])
+        for method in sys.argv[2:]:
             try:
                 print("---", method, launch(method), flush=True)
             except Exception as error:
@@ -76,54 +86,35 @@ LAUNCHES = """
 """
 
 
-def _outcomes(result: ScriptResult) -> dict[str, str]:
-    assert result.returncode == 0, result
-    return dict(line.split(maxsplit=1) for line in result.stdout.split("--- ") if line)
-
-
-REMOVED = """
-    import os, sys, tempfile
-    import torch
-
-    folder = tempfile.mkdtemp()
-    os.chdir(folder)
-    os.rmdir(folder)
-
-    import rankwise
-"""
-
-
-def test_a_working_directory_that_has_been_removed(run_script: ScriptRunner) -> None:
-    """The package can be imported; a launch is refused, by whichever method."""
-    outcomes = _outcomes(run_script(REMOVED + LAUNCHES, *ALL_METHODS))
-    assert sorted(outcomes) == sorted(ALL_METHODS)
-    for outcome in outcomes.values():
-        assert outcome.startswith("LaunchRefusedError"), outcomes
-        assert "cannot be started where the working directory has been removed" in outcome, outcomes
-
-
-MOVED = """
-    import os, sys
-    import rankwise
-
-    if __name__ == "__main__":
-        os.rmdir(os.getcwd())
-        os.chdir(sys.path[0])
-"""
-
-
 @pytest.mark.parametrize(
-    "methods", [("fork", "elastic-fork", "popen"), pytest.param(ALL_METHODS, marks=pytest.mark.soak)], ids=len
+    ("when", "methods"),
+    [
+        ("before", ALL_METHODS),
+        ("after", ("fork", "elastic-fork", "popen")),
+        pytest.param("after", ALL_METHODS, marks=pytest.mark.soak),
+    ],
 )
-def test_a_program_that_has_left_a_folder(methods: tuple[str, ...], run_script: ScriptRunner) -> None:
-    """A job works when it is removed; a script, which would be run again in the first one, is refused."""
+def test_a_working_directory_that_has_been_removed(
+    when: str, methods: tuple[str, ...], run_script: ScriptRunner
+) -> None:
+    """The package can be imported; a launch is refused, by whichever method.
+
+    Where the program has gone to another directory only a script is, which would be run again in the first.
+    """
     (folder := run_script.folder / "started_in").mkdir()
-    outcomes = _outcomes(run_script(MOVED + LAUNCHES, *methods, cwd=folder))
-    refused = outcomes.pop("popen")
-    assert refused.startswith("LaunchRefusedError"), outcomes
-    assert "the folder that it was started in has been removed" in refused
-    assert set(outcomes) == set(methods) - {"popen"}
-    assert {outcome.strip() for outcome in outcomes.values()} == {"fine"}
+    result = run_script(REMOVED, when, *methods, cwd=folder)
+    assert result.returncode == 0, result
+    outcomes = dict(line.split(maxsplit=1) for line in result.stdout.split("--- ") if line)
+    assert sorted(outcomes) == sorted(methods)
+    refused = methods if when == "before" else ("popen",)
+    assert {outcomes[method].strip() for method in methods if method not in refused} <= {"fine"}
+    problem = {
+        "before": "cannot be started where the working directory has been removed",
+        "after": "the folder that it was started in has been removed",
+    }[when]
+    for method in refused:
+        assert outcomes[method].startswith("LaunchRefusedError"), outcomes
+        assert problem in outcomes[method], outcomes
 
 
 @pytest.mark.parametrize(

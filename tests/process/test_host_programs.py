@@ -4,12 +4,11 @@ import itertools
 import re
 import signal
 import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.helpers.scripts import ScriptResult, ScriptRunner
-from tests.helpers.shared import computed_once
+from tests.helpers.scripts import ScriptRunner
 from tests.process import host_cases
 from tests.process.helpers import METHODS as START_METHODS
 from tests.process.helpers import Cases, cases_of, combinations
@@ -26,82 +25,65 @@ ALL_METHODS = (*FORKING, "spawn", "forkserver", "elastic-spawn", "popen")
 cases = cases_of(host_cases)
 
 
-# Every pair of a situation, a method and an end occurs in this test or the next one.
 @pytest.mark.parametrize(
     ("situation", "method"),
     combinations(
         ("timeout", *UNKNOWN),
         ALL_METHODS,
-        quick=[*itertools.product(("timeout", *UNKNOWN), FORKING), ("ignored", "popen")],
+        quick=[*itertools.product(("timeout", *UNKNOWN), FORKING), *((how, "popen") for how in UNKNOWN)],
     ),
 )
-def test_a_good_job(situation: str, method: str, cases: Cases) -> None:
-    """A default timeout for sockets ends no channel; a rank whose exit code is unknown is good when done."""
-    result = cases("in_situation", situation, method, "good", siblings=int(method == "popen"))
+def test_a_good_job_and_a_killed_rank(situation: str, method: str, cases: Cases) -> None:
+    """A default timeout for sockets ends no channel; a rank whose exit code is unknown is good when done.
+
+    A killed rank is named, and why its exit code is not known; where it is known all the same, the signal.
+    """
+    result = cases("in_situation", situation, method, "good", "bad", siblings=int(method == "popen"))
     assert result.returncode == 0, result
     assert result.stdout.count("fine") == (2 if method == "popen" else 1), result
-
-
-@pytest.mark.parametrize(
-    ("situation", "method"),
-    combinations(UNKNOWN, ALL_METHODS, quick=[*itertools.product(UNKNOWN, FORKING), ("reaped", "popen")]),
-)
-def test_a_killed_rank_whose_exit_code_is_unknown(situation: str, method: str, cases: Cases) -> None:
-    """The rank is named, and why its exit code is not known; where it is known all the same, the signal."""
-    result = cases("in_situation", situation, method, "bad", siblings=int(method == "popen"))
-    assert result.returncode == 0, result
     how = "exited with an unknown code before it had finished", "was killed by SIGKILL"
     assert any(each in result.stdout for each in how), result
     assert "Error 1 " in result.stdout, result
     assert ("SIGCHLD" in result.stdout) == ("unknown code" in result.stdout), result
 
 
-@pytest.mark.parametrize(
-    "method", ["forkserver", *(pytest.param(each, marks=SOAK) for each in ("fork", "spawn", "popen"))]
-)
-def test_a_killed_rank_of_a_host_that_blocks_signals(method: str, cases: Cases) -> None:
-    """Its exit status is known: a forkserver gets it by SIGCHLD, and begins with the signals blocked."""
-    result = cases("in_situation", "blocked", method, "bad")
-    assert "WorkerKilledError 1 " in result.stdout, result
+def for_each(words: str, command: str, stdout: str, soak: str = "") -> list[Any]:
+    """Return a command and what it prints, with each word in place of `?`; with those of `soak` by hand."""
+    marks = dict.fromkeys(words.split(), ()) | dict.fromkeys(soak.split(), SOAK)
+    return [
+        pytest.param(command.replace("?", word), stdout.replace("?", word), marks=mark)
+        for word, mark in marks.items()
+    ]
 
 
-@pytest.mark.parametrize(
-    "method", ["fork", *(pytest.param(each, marks=SOAK) for each in ("spawn", "forkserver"))]
-)
-def test_elastic_ranks_of_a_host_that_blocks_signals(method: str, cases: Cases) -> None:
-    """They receive SIGTERM, by which torch's agent ends them, and no other signal that was blocked."""
-    result = cases("in_situation", "blocked", f"elastic-{method}", "blocked_signals")
-    assert result.stdout == "{<Signals.SIGUSR1: 10>}\n", result
+KILLED, UNBLOCKED = ".*WorkerKilledError 1 .*", r"{<Signals.SIGUSR1: 10>}\n"
+PRINTED = [
+    # A forkserver gets the exit status of a killed rank by SIGCHLD, and begins with the signals blocked.
+    *for_each("forkserver", "in_situation blocked ? bad", KILLED, soak="fork spawn popen"),
+    # Elastic ranks receive SIGTERM, by which torch's agent ends them, and no other signal that was blocked.
+    *for_each("fork", "in_situation blocked elastic-? blocked_signals", UNBLOCKED, soak="spawn forkserver"),
+    # Signals of ranks that an asyncio program forks wake no event loop of the main process.
+    ("asyncio_handler", "own\nown\n"),
+    # An event loop whose wake-up descriptor is full reads none of the signals that its timer goes on to send.
+    *for_each("fork popen", "full_wake_up ?", ".*fine.*", soak="spawn forkserver"),
+    # Ranks go on without a forkserver that is killed during a job; the next launch has another one.
+    ("forkserver_killed good .", "fine\nfine\n"),
+    pytest.param("forkserver_killed bad .", f"fine\n{KILLED}", marks=SOAK),
+    # The supervisor reads what /proc says of a rank, whatever bytes that are: a title cut within a character.
+    *for_each("1", "cut_title ? fork", ".*Error ? Worker global_rank=? .*", soak="0"),
+]
 
 
-def test_signals_of_ranks_that_an_asyncio_program_forks(cases: Cases) -> None:
-    """They wake no event loop of the main process."""
-    result = cases("asyncio_handler")
-    assert result.stdout == "own\nown\n", result
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_host_whose_wake_up_descriptor_is_full(method: str, cases: Cases) -> None:
-    """The event loop, which waits for the job, reads none of the signals that its timer goes on to send."""
-    result = cases("full_wake_up", method, siblings=int(method == "popen"))
+@pytest.mark.parametrize(("command", "stdout"), PRINTED)
+def test_a_host(command: str, stdout: str, cases: Cases) -> None:
+    """A job has its result, whatever the program has done to its signals, its servers or its title."""
+    result = cases(*command.split(), siblings=int("full_wake_up popen" in command))
     assert result.returncode == 0, result
-    assert "fine" in result.stdout, result
+    assert re.fullmatch(stdout, result.stdout, re.DOTALL), result
 
 
-@pytest.mark.parametrize("name", ["good", pytest.param("bad", marks=SOAK)])
-def test_a_forkserver_that_is_killed_during_a_job(name: str, cases: Cases, tmp_path: Path) -> None:
-    """Its ranks go on without it; the next launch has another one."""
-    result = cases("forkserver_killed", name, str(tmp_path))
-    assert result.returncode == 0, result
-    assert result.stdout.startswith("fine\n"), result
-    assert ("fine\nfine" if name == "good" else "WorkerKilledError 1 ") in result.stdout, result
-
-
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=SOAK)])
-def test_a_title_that_is_cut_within_a_character(rank: int, cases: Cases) -> None:
-    """The supervisor reads what /proc says of a rank, whatever bytes that are."""
-    result = cases("cut_title", str(rank), "fork")
-    assert f"Error {rank} Worker global_rank={rank} " in result.stdout, result
+# Python exits only when the threads of the group have ended, whichever thread has launched.
+IN_A_THREAD = (["launch_in_a_thread"], 0, ".*", r"\A\Z")
 
 
 @pytest.mark.parametrize(
@@ -112,6 +94,8 @@ def test_a_title_that_is_cut_within_a_character(rank: int, cases: Cases) -> None
         (["interrupted"], 0, "saved\ninterrupted\n", ""),  # what stopped ranks raise does not end it
         (["busy", "popen", "swallow", "sigterm"], 128 + signal.SIGTERM, ".*", ""),  # after the grace period
         (["without_grace"], 0, ".*WorkerRaisedError 1 .*", ""),  # it can be interrupted without one
+        IN_A_THREAD,
+        *(pytest.param(*IN_A_THREAD, marks=SOAK) for _ in range(9)),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -130,42 +114,30 @@ by_seccomp = pytest.mark.skipif(sys.platform != "linux", reason="system calls ar
 @pytest.mark.parametrize("method", [METHODS[0], *METHODS[2:]])
 @pytest.mark.parametrize(
     "situation",
-    ["pidfd missing", *(pytest.param(each, marks=SOAK) for each in ("pidfd refused", "memfd refused"))],
+    ["pidfd missing", "pidfd refused", "sending refused", pytest.param("memfd refused", marks=SOAK)],
 )
 def test_system_calls_that_are_missing(situation: str, method: str, cases: Cases) -> None:
-    """Without pidfds or memory files a job ends as it does with them, well or badly."""
-    result = cases("in_situation", situation, method, "good", "bad")
+    """Without pidfds or memory files a job ends as it does with them, well or badly.
+
+    The end of the first rank is seen while the other, which was forked later, works on; that one is killed.
+    """
+    result = cases("in_situation", situation, method, "good", "bad", "stubborn")
     assert result.returncode == 0, result
-    good, *others = result.stdout.splitlines()
-    assert good == "fine", result
-    assert any(line.startswith("WorkerKilledError 1 ") for line in others), result
+    assert result.stdout.startswith("fine\n"), result
+    assert re.findall("^WorkerKilledError (.) ", result.stdout, re.MULTILINE) == ["1", "0"], result
+    assert result.elapsed < 70, result
 
 
-@by_seccomp
-@pytest.mark.parametrize("method", [METHODS[0], *METHODS[2:]])
-@pytest.mark.parametrize("situation", ["pidfd refused", "sending refused"])
-def test_the_first_rank_ends_without_pidfds(situation: str, method: str, cases: Cases) -> None:
-    """Its end is seen while the other rank, which was forked later, works on; that one is killed."""
-    result = cases("in_situation", situation, method, "stubborn")
-    assert "WorkerKilledError 0 " in result.stdout, result
-    assert result.elapsed < 50, result
-
-
-@pytest.fixture(params=METHODS)
-@computed_once
-def forking_ranks(request: pytest.FixtureRequest, cases: Cases) -> ScriptResult:
-    return cases("ranks_fork", request.param, siblings=int(request.param == "popen"))
-
-
-@pytest.mark.parametrize("how", FORK_ENDS)
-def test_a_process_that_a_rank_forks(how: str, forking_ranks: ScriptResult) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_a_process_that_a_rank_forks(method: str, cases: Cases) -> None:
     """It ends with its own exit code, and the job goes on."""
-    result = forking_ranks
+    result = cases("ranks_fork", method, siblings=int(method == "popen"))
     assert result.returncode == 0, result
-    assert result.stdout.count(f"{how}: {FORK_ENDS[how]}\n") == 2, result
-    assert result.stdout.count(f"{how} fine\n") == (2 if "popen" in result.command else 1), result
-    errors = [part for part in result.stderr.split("--- ") if part.startswith(how)]
-    assert ("RuntimeError: the child's own" in "".join(errors)) == (how == "raise"), result
+    for how, code in FORK_ENDS.items():
+        assert result.stdout.count(f"{how}: {code}\n") == 2, result
+        assert result.stdout.count(f"{how} fine\n") == (2 if method == "popen" else 1), result
+        errors = [part for part in result.stderr.split("--- ") if part.startswith(how)]
+        assert ("RuntimeError: the child's own" in "".join(errors)) == (how == "raise"), result
 
 
 MAIN_IS_A_RANK = ["popen", *(pytest.param(method, marks=SOAK) for method in START_METHODS)]
@@ -200,11 +172,3 @@ def test_a_program_that_a_script_starts_before_it_imports_rankwise(run_script: S
     result = run_script(HELPER, siblings=1)
     assert result.returncode == 0, result
     assert result.stdout.count("fine") == 2, result
-
-
-@pytest.mark.parametrize("tries", [1, pytest.param(10, marks=SOAK)])
-def test_a_script_that_launches_in_a_thread(tries: int, cases: Cases) -> None:
-    """Python exits only when the threads of the group have ended, whichever thread has launched."""
-    for _ in range(tries):
-        result = cases("launch_in_a_thread", siblings=1)
-        assert (result.returncode, result.stderr) == (0, ""), result

@@ -93,17 +93,19 @@ def check(result: ScriptResult, folder: Path) -> None:
     assert says_so or ALL_WELL in result.stdout, result
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("late", [0, 1])
-def test_a_new_group_that_a_rank_comes_late_to(late: int, attack: Attack) -> None:
-    """Each group that the launched function makes is compared before torch's own function uses it."""
-    assert attack("new_group", "fork", late)["ended_with_our_error"]
+@pytest.mark.parametrize(
+    ("job", "late"),
+    [
+        *(pytest.param("new_group", late, marks=pytest.mark.quick) for late in (0, 1)),
+        *(("forged_outcomes", 1), pytest.param("forged_outcomes", 0, marks=pytest.mark.soak)),
+    ],
+)
+def test_a_new_group_that_a_rank_comes_late_to(job: str, late: int, attack: Attack) -> None:
+    """Each group that the launched function makes is compared before torch's own function uses it.
 
-
-@pytest.mark.parametrize("late", [1, pytest.param(0, marks=pytest.mark.soak)])
-def test_an_outcome_that_no_rank_has_written(late: int, attack: Attack) -> None:
-    """A rank that finds an impostor raises that, whatever the store says of the comparison."""
-    assert attack("forged_outcomes", "fork", late)["ended_with_our_error"]
+    A rank that finds an impostor raises that, whatever the store says of the comparison.
+    """
+    assert attack(job, "fork", late)["ended_with_our_error"]
 
 
 @pytest.mark.parametrize("variable", ["TORCH_DISTRIBUTED_DEBUG=DETAIL", "GLOO_SOCKET_IFNAME=lo,lo"])
@@ -159,15 +161,12 @@ def test_a_default_group_that_the_user_creates(start_method: str, attack: Attack
 
 def test_nodes_with_different_keys(run_script: ScriptRunner, tmp_path: Path) -> None:
     """Whoever lacks the key is no rank of the job, whatever the store says; the same key is no obstacle."""
-    command = [sys.executable, str(SCRIPT), "broadcast", "fork", str(tmp_path), "2"]
+    start = partial(run_script.start, SCRIPT, "broadcast", "fork", str(tmp_path), "2")
     problem = "PeerAuthenticationError: No rank of the job has written"
     for keys, expected in ((("k" * 32, "k" * 32), ALL_WELL), (("k" * 32, None), problem)):
-        rendezvous = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        runs = []
-        for node, key in enumerate(keys):
-            variables = {**rendezvous, "NODE_RANK": str(node), "LATE": "-1", "RANKWISE_JOB_KEY": key}
-            runs.append(run_script.start_command(command, env=with_tests(variables)))
-        results = [run.finish() for run in runs]
+        job = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LATE": "-1"}
+        nodes = [{**job, "NODE_RANK": str(node), "RANKWISE_JOB_KEY": key} for node, key in enumerate(keys)]
+        results = [run.finish() for run in [start(env=with_tests(variables)) for variables in nodes]]
         assert all(expected in result.stdout for result in results), results
 
 
@@ -186,9 +185,8 @@ class OtherTorch(DDPStrategy):
         plain = private._new_process_group_helper
 
         def create(*args: Any, **kwargs: Any) -> Any:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(private, "ProcessGroupGloo", dist.ProcessGroupGloo)
-                return plain(*args, **kwargs)
+            private.ProcessGroupGloo = dist.ProcessGroupGloo
+            return plain(*args, **kwargs)
 
         private._new_process_group_helper = create
         super().setup_environment()

@@ -8,15 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from rankwise import DDPElasticStrategy, seed_everything
+from rankwise import DDPStrategy, seed_everything
 from rankwise.launchers.process_state import ProcessState
 from rankwise.seed import given_seed
 from rankwise.strategies import Strategy
-from tests.process.helpers import ddp
+from tests.process.host_cases import strategy_of
+from tests.process.test_given_launchers import PlainLauncher
 
-START_METHODS = pytest.mark.parametrize(
-    "start_method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.soak)]
-)
 Facts = dict[str, Any]
 MEMORY: Any = torch.utils.deterministic  # typed without its attribute
 
@@ -61,18 +59,22 @@ def caller() -> Iterator[Facts]:
 
 
 @pytest.mark.quick
-@START_METHODS
-def test_ranks_begin_as_the_caller_is(start_method: str, caller: Facts) -> None:
+@pytest.mark.parametrize(
+    "method",
+    [
+        *("fork", "forkserver", "elastic-fork", "elastic-forkserver"),
+        *(pytest.param(method, marks=pytest.mark.soak) for method in ("spawn", "elastic-spawn")),
+    ],
+)
+def test_ranks_begin_as_the_caller_is(method: str, caller: Facts) -> None:
     """Each rank has the caller's flags, and draws what the caller would draw; so do those of a second job."""
-    strategy = ddp(start_method)
+    strategy = strategy_of(method)
     for _ in range(2):
         strategy.launch(facts)
         assert strategy.results == {0: caller, 1: caller}
 
 
-@START_METHODS
-def test_elastic_ranks_begin_as_the_caller_is(start_method: str, caller: Facts) -> None:
-    """Ranks that torch's agent starts do, too."""
-    strategy = DDPElasticStrategy(accelerator="cpu", devices=2, start_method=start_method)
-    strategy.launch(facts)
-    assert strategy.results == {0: caller, 1: caller}
+def test_ranks_of_a_given_launcher(caller: Facts) -> None:
+    """A new interpreter that the user's own launcher has started does, too."""
+    strategy = DDPStrategy(launcher=PlainLauncher("spawn"), accelerator="cpu", devices=1)
+    assert strategy.launch(facts) == caller

@@ -11,7 +11,7 @@ import pytest
 from rankwise.processes.signals import INTERRUPT_NOTICE
 from tests.helpers.load import slowdown
 from tests.helpers.scripts import RunningScript, ScriptResult, ScriptRunner
-from tests.process.helpers import with_tests
+from tests.process.helpers import TORCHRUN, with_tests
 from tests.process.stopping import CODE, check_end
 from tests.process.test_stopping import HANGING
 
@@ -56,26 +56,26 @@ def check_kept(result: ScriptResult, folder: Path, *, sigterm: bool) -> None:
 @pytest.mark.parametrize(
     ("strategy", "who", "workers"),
     [
-        *(("ddp", "group", ""), ("ddp_fork", "main", "")),
+        *(("ddp", "group", ""), ("ddp_fork", "main", ""), ("ddp_elastic", "group", "")),
         *(pytest.param(f"ddp{end}", "group", "spawn", marks=pytest.mark.soak) for end in ("", "_fork")),
         pytest.param("ddp", "main", "fork", marks=pytest.mark.soak),
         pytest.param("ddp_spawn", "group", "fork", marks=pytest.mark.soak),
         pytest.param("ddp_forkserver", "main", "", marks=pytest.mark.soak),
         pytest.param("ddp_notebook", "group", "", marks=pytest.mark.soak),
+        pytest.param("ddp_elastic", "main", "", marks=pytest.mark.soak),
     ],
 )
 def test_ctrl_c(strategy: str, who: str, workers: str, run_script: ScriptRunner, tmp_path: Path) -> None:
-    """All ranks stop after one step, with a checkpoint; the caller has the state, and what Ctrl-C raises."""
+    """All ranks stop after one step, with a checkpoint; the caller has the state, and what Ctrl-C raises.
+
+    The caller of elastic ranks does not have the state.
+    """
     result = interrupt(start(run_script, strategy, tmp_path, workers), who)
-    assert result.stderr.count("Traceback (most recent call last)") == 1, result
-    check_kept(result, tmp_path, sigterm=False)
-
-
-@pytest.mark.parametrize("who", ["group", pytest.param("main", marks=pytest.mark.soak)])
-def test_ctrl_c_in_an_elastic_job(who: str, run_script: ScriptRunner, tmp_path: Path) -> None:
-    """All ranks stop after one step, with a checkpoint; the caller does not have the state."""
-    interrupt(start(run_script, "ddp_elastic", tmp_path), who)
-    check_end(tmp_path)
+    if strategy == "ddp_elastic":
+        check_end(tmp_path)
+    else:
+        assert result.stderr.count("Traceback (most recent call last)") == 1, result
+        check_kept(result, tmp_path, sigterm=False)
 
 
 @pytest.mark.soak
@@ -92,8 +92,7 @@ def test_sigterm(strategy: str, run_script: ScriptRunner, tmp_path: Path) -> Non
 @pytest.mark.soak
 def test_ctrl_c_under_torchrun(run_script: ScriptRunner, tmp_path: Path) -> None:
     """A terminal sends it to the agent and to the ranks, to which the agent forwards it."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, str(run_script.write(SCRIPT)), "ddp", str(tmp_path)]
+    command = [sys.executable, *TORCHRUN, str(run_script.write(SCRIPT)), "ddp", str(tmp_path)]
     running = run_script.start_command(command, env=with_tests())
     running.wait_for("training", count=2, timeout=60)
     running.send_signal_to_group(signal.SIGINT)

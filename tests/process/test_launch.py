@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 import time
-import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +23,6 @@ from rankwise.launchers.supervisor import Supervisor
 from rankwise.process_group import init_process_group
 from rankwise.ranks import rank_zero_only
 from rankwise.strategies import DDPForkStrategy, DDPSpawnStrategy, DDPStrategy, Strategy
-from tests.helpers.shared import computed_once
 from tests.process.helpers import METHODS, RENDEZVOUS, WORLD, ddp
 
 MEGABYTE = 1 << 20
@@ -58,31 +56,12 @@ def all_facts(strategy: Strategy, number: int) -> Facts:
     }
 
 
-class _Job:
-    """One launch of `all_facts`, and what the calling process was before and after."""
-
-    def __init__(self, start_method: str, rendezvous: str) -> None:
-        before = _caller()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("RANKWISE_TEST_GIVEN", f"{start_method} {rendezvous}")
-            self.strategy = ddp(start_method, rendezvous)
-            self.value = self.strategy.launch(all_facts, 7)
-        self.first = self.strategy.results
-        now = _caller()
-        self.change = [(name, was, now[name]) for name, was in before.items() if was != now[name]]
-        self.again = self.strategy.launch(all_facts, number=8)
-
-
 def _caller() -> Facts:
+    """Return what tests/conftest.py does not compare after each test."""
     return {
-        "environment": dict(os.environ),
-        "handlers": [signal.getsignal(number) for number in signal.valid_signals()],
         "mask": signal.pthread_sigmask(signal.SIG_BLOCK, []),
         "wakeup_fd": _wakeup_fd(),
-        "threads": set(threading.enumerate()),
-        "excepthook": sys.excepthook,
-        "group": dist.is_initialized(),
-        "rank_zero_only": getattr(rank_zero_only, "rank", None),
+        "alarm": signal.getsignal(signal.SIGALRM),
         "torch_threads": torch.get_num_threads(),
         "gc": gc.isenabled(),
         "gc_frozen": gc.get_freeze_count(),
@@ -95,19 +74,6 @@ def _wakeup_fd() -> int:
     return descriptor
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(f"{method}-{rendezvous}", marks=[pytest.mark.soak] * (method == "spawn"))
-        for method in METHODS  # spawn is in test_everything_at_once, too
-        for rendezvous in RENDEZVOUS
-    ]
-)
-@computed_once
-def job(request: pytest.FixtureRequest) -> _Job:
-    gc.unfreeze()  # importing the forkserver's preload in this process has frozen what was there
-    return _Job(*request.param.split("-"))
-
-
 @pytest.fixture(params=["fork", "forkserver"])
 def start_method(request: pytest.FixtureRequest) -> str:
     """A fast start method; spawn uses the code of forkserver, and is in test_everything_at_once."""
@@ -115,74 +81,45 @@ def start_method(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.quick
-def test_rank_zeros_value_is_returned(job: _Job) -> None:
-    """`launch` returns what global rank 0 returned."""
-    assert job.value["ranks"].global_rank == 0
+@pytest.mark.parametrize("rendezvous", RENDEZVOUS)
+@pytest.mark.parametrize(
+    "method", ["fork", pytest.param("spawn", marks=pytest.mark.soak), "forkserver"]
+)  # spawn is in test_everything_at_once, too
+def test_every_ranks_value_is_in_results(
+    method: str, rendezvous: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`launch` returns rank 0's value, twice; ranks have a process, a group and variables as from torchrun.
 
-
-def test_every_ranks_value_is_in_results(job: _Job) -> None:
-    """`strategy.results` holds each rank's value: of a process of its own, and of a collective of both.
-
-    The ranks see what the caller can import, and its variables, even those of a warm forkserver.
+    They see what the caller can import, and its variables, even those of a warm forkserver. `rank_zero_only`
+    follows the rank. In the caller nothing changes; there the strategy is bound, and stands for rank 0.
     """
-    assert len({os.getpid(), *(facts["pid"] for facts in job.first.values())}) == WORLD + 1
-    assert list(job.first) == list(range(WORLD))
-    for rank, facts in job.first.items():
+    gc.unfreeze()  # importing the forkserver's preload in this process has frozen what was there
+    monkeypatch.setenv("RANKWISE_TEST_GIVEN", f"{method} {rendezvous}")
+    before, strategy = _caller(), ddp(method, rendezvous)
+    assert strategy.launch(all_facts, 7)["ranks"].global_rank == 0
+    first = strategy.results
+    assert _caller() == before
+    assert (strategy.is_bound, strategy.global_rank, strategy.world_size) == (True, 0, WORLD)
+    assert strategy.runs_in_caller is False
+
+    pids = {facts["pid"] for facts in first.values()}
+    assert len({os.getpid(), *pids}) == WORLD + 1
+    assert list(first) == list(range(WORLD))
+    for rank, facts in first.items():
         assert facts["ranks"].global_rank == rank
         assert (facts["total"], facts["backend"], facts["group"]) == (3.0, "gloo", (rank, WORLD))
-        assert facts["given"] == f"{job.strategy.start_method} {job.strategy.rendezvous}"
+        assert facts["given"] == f"{method} {rendezvous}"
         assert set(sys.path) <= set(facts["path"])
-
-
-def test_a_second_launch_works(job: _Job) -> None:
-    """The same strategy launches again, in new processes, with new arguments."""
-    assert (job.again["total"], job.again["argument"]) == (3.0, 8)
-    assert job.again["pid"] not in {facts["pid"] for facts in job.first.values()}
-
-
-@pytest.mark.quick
-def test_rank_zero_only_runs_on_rank_zero(job: _Job) -> None:
-    """`rank_zero_only` follows the rank within a job."""
-    assert [job.first[rank]["rank_zero_only"] for rank in range(WORLD)] == ["ran", None]
-
-
-def test_ranks_see_torchruns_variables(job: _Job) -> None:
-    """Each rank's environment is what torchrun would give it."""
-    for rank, facts in job.first.items():
-        seen, is_tcp = dict(facts["variables"]), job.strategy.rendezvous == "tcp"
+        assert facts["rank_zero_only"] == ("ran" if rank == 0 else None)
+        seen, is_tcp = facts["variables"], rendezvous == "tcp"
         assert seen.pop("MASTER_ADDR", None) == ("127.0.0.1" if is_tcp else None)
         assert (seen.pop("MASTER_PORT", None) is not None) is is_tcp
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
         assert seen == {**own, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
 
-
-def test_the_caller_is_as_it_was(job: _Job) -> None:
-    """Nothing in the process has changed; there the strategy is bound, and stands for rank 0."""
-    assert job.change == []
-    assert (job.strategy.is_bound, job.strategy.global_rank, job.strategy.world_size) == (True, 0, WORLD)
-    assert job.strategy.runs_in_caller is False
-
-
-# ---------------------------------------------------------------------- big values
-
-
-def big_value(strategy: Strategy) -> tuple[torch.Tensor, bytes]:
-    tensor = torch.full((50 * MEGABYTE // 4,), float(strategy.global_rank))
-    return tensor, bytes([strategy.global_rank]) * (50 * MEGABYTE)
-
-
-def test_fifty_megabytes_of_each_rank_come_back(start_method: str) -> None:
-    """A tensor and bytes of 50 MB each come back from every rank, whole; a tensor can be written to."""
-    strategy = ddp(start_method)
-    tensor, raw = strategy.launch(big_value)
-    assert tensor.sum() == 0
-    assert raw == bytes(50 * MEGABYTE)
-    for rank, (tensor, raw) in strategy.results.items():
-        assert tensor.shape == (50 * MEGABYTE // 4,)
-        assert bool((tensor == rank).all())
-        assert raw.count(rank) == 50 * MEGABYTE
-    strategy.results[0][0].add_(5)
-    assert [float(strategy.results[rank][0][-1]) for rank in (0, 1)] == [5.0, 1.0]
+    again = strategy.launch(all_facts, number=8)
+    assert (again["total"], again["argument"]) == (3.0, 8)
+    assert again["pid"] not in pids
 
 
 def test_ranks_that_end_before_they_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,26 +191,6 @@ def special_tensors() -> Special:
         "empty": torch.empty(0, 4),
         "expanded": torch.tensor([7.0]).expand(3),
     }
-
-
-def echo(strategy: Strategy, tensors: Special, module: Tied) -> tuple[Special, bool, bool]:
-    is_tied = module.second.weight is module.first.weight
-    with torch.no_grad():
-        module.first.weight.fill_(strategy.global_rank + 1.0)
-    return tensors, is_tied, bool(module.second.weight.eq(module.first.weight).all())
-
-
-def return_weights(strategy: Strategy, module: nn.Module) -> dict[str, torch.Tensor]:
-    return module.state_dict()
-
-
-def test_a_state_dict_comes_back(start_method: str) -> None:
-    """A state dict has its keys and values, buffers and tied weights included."""
-    module = Tied()
-    state = ddp(start_method).launch(return_weights, module)
-    assert list(state) == list(module.state_dict())
-    assert all(torch.equal(state[name], value) for name, value in module.state_dict().items())
-    assert state["first.weight"].data_ptr() == state["second.weight"].data_ptr()
 
 
 # ---------------------------------------------------------------------- the user's own group
@@ -367,14 +284,11 @@ def test_a_program_that_wants_another_group(options: dict[str, Any], message: st
 def test_what_an_existing_group_cannot_take() -> None:
     """A timeout of the program's is not used, and it is told."""
 
-    def run(strategy: Strategy) -> list[str]:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+    def run(_: Strategy) -> None:
+        with pytest.warns(match=r"which cannot take timeout\. Pass timeout= to the strategy"):
             early_init("gloo", timeout=timedelta(seconds=3))
-        return [str(each.message) for each in caught]
 
-    [text] = ddp("fork").launch(run)
-    assert "which cannot take timeout. Pass timeout= to the strategy" in text
+    ddp("fork").launch(run)
 
 
 def launch_within(strategy: Strategy) -> Any:
@@ -384,17 +298,24 @@ def launch_within(strategy: Strategy) -> Any:
         return str(error)
 
 
-def test_what_cannot_be_pickled_is_welcome_under_fork() -> None:
-    """Fork pickles nothing on the way in: closures, lambdas and locks work."""
+def test_what_cannot_be_pickled_is_welcome_under_fork(capfd: pytest.CaptureFixture[str]) -> None:
+    """Closures and locks work. What ranks print is written, although a fork skips Python's exit."""
     lock, number = threading.Lock(), 41
-    assert ddp("fork").launch(lambda strategy, lock: lock.acquire(timeout=1) and number + 2, lock) == 43
+
+    def run(strategy: Strategy, lock: Any) -> int:
+        print(f"rank {strategy.global_rank} was here")
+        return lock.acquire(timeout=1) and number + 2
+
+    assert ddp("fork").launch(run, lock) == 43
+    out = capfd.readouterr().out
+    assert [out.count(f"rank {rank} was here") for rank in (0, 1)] == [1, 1]
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("cls", [DDPSpawnStrategy, DDPForkStrategy])
-def test_subclasses_are_start_methods(cls: type[DDPStrategy]) -> None:
+def test_subclasses_are_start_methods() -> None:
     """`DDPSpawnStrategy` and `DDPForkStrategy` are `DDPStrategy` with their start method."""
-    assert cls().start_method == {"DDPSpawnStrategy": "spawn", "DDPForkStrategy": "fork"}[cls.__name__]
+    strategies: list[DDPStrategy] = [DDPSpawnStrategy(), DDPForkStrategy()]
+    assert [each.start_method for each in strategies] == ["spawn", "fork"]
 
 
 @pytest.mark.parametrize(("devices", "total"), [(1, 1.0), (5, 15.0)])
@@ -407,9 +328,14 @@ def test_other_numbers_of_processes_are_a_job_too(devices: int, total: float) ->
 
 
 def everything_at_once(strategy: Strategy, tensors: Special, module: Tied) -> Facts:
+    with torch.no_grad():
+        module.first.weight.fill_(strategy.global_rank + 1.0)
     return {
-        "echo": echo(strategy, tensors, module),
-        "big": big_value(strategy),
+        "tensors": tensors,
+        "is_tied": module.second.weight is module.first.weight,
+        "big": torch.full((50 * MEGABYTE // 4,), float(strategy.global_rank)),
+        "raw": bytes([strategy.global_rank]) * (50 * MEGABYTE),
+        "state": module.state_dict(),
         "own_group": own_group(strategy),
         "nested": launch_within(strategy),
     }
@@ -417,24 +343,26 @@ def everything_at_once(strategy: Strategy, tensors: Special, module: Tied) -> Fa
 
 @pytest.mark.parametrize("method", METHODS)
 def test_everything_at_once(method: str) -> None:
-    """Big values, tensors, ties, the user's own group; nested launches are refused, arguments are copies."""
+    """Big values, tensors, state dicts, the user's own group; arguments are copies, no launch is nested."""
     strategy, module = ddp(method, "tcp"), Tied()
     before = module.first.weight.detach().clone()
     strategy.launch(everything_at_once, special_tensors(), module, init_process_group=False)
     assert torch.equal(module.first.weight, before)
     assert not module.first.weight.is_shared()
     for rank, facts in strategy.results.items():
-        tensors, *ties = facts["echo"]
-        assert ties == [True, True]
-        assert all(torch.equal(tensors[name], expected) for name, expected in special_tensors().items())
-        assert bool((facts["big"][0] == rank).all())
-        assert facts["big"][1].count(rank) == 50 * MEGABYTE
+        assert all(map(torch.equal, facts["tensors"].values(), special_tensors().values()))
+        assert list(facts["tensors"]) == list(special_tensors())
+        assert facts["is_tied"] is True
+        assert facts["big"].shape == (50 * MEGABYTE // 4,)
+        assert bool((facts["big"] == rank).all())
+        assert facts["raw"] == bytes([rank]) * (50 * MEGABYTE)
+        with torch.no_grad():
+            module.first.weight.fill_(rank + 1.0)  # as on the rank
+        state, expected_state = facts["state"], module.state_dict()
+        assert list(state) == list(expected_state)
+        assert all(torch.equal(state[name], value) for name, value in expected_state.items())
+        assert state["first.weight"].data_ptr() == state["second.weight"].data_ptr()
         assert facts["own_group"] == (False, 3.0)
         assert "launch() was called in state 'in a job'" in facts["nested"]
-
-
-def test_output_of_ranks_is_not_lost(capfd: pytest.CaptureFixture[str]) -> None:
-    """A rank's output is written when `launch` returns, although a fork skips Python's exit."""
-    ddp("fork").launch(lambda strategy: print(f"rank {strategy.global_rank} was here"))
-    out = capfd.readouterr().out
-    assert [out.count(f"rank {rank} was here") for rank in (0, 1)] == [1, 1]
+    strategy.results[0]["big"].add_(5)
+    assert [float(facts["big"][-1]) for facts in strategy.results.values()] == [5.0, 1.0]

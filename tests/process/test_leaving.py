@@ -12,45 +12,40 @@ from typing import Any
 import pytest
 import torch
 
-from rankwise.checkpoint import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
+from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
 from rankwise.errors import WorkerKilledError, WorkerRaisedError, WorkerTimedOutError
 from rankwise.monitoring import stragglers
 from rankwise.strategies import Strategy
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import ddp, with_tests
+from tests.process.resume_tasks import ThroughTorch
 
 
-def leave_a_thread(strategy: Strategy, seconds: float, path: str) -> str:
+def leave_a_thread(strategy: Strategy, seconds: float, path: str) -> None:
     def upload() -> None:
         time.sleep(seconds)
         Path(path).touch()
 
     if strategy.global_rank == 1:
         threading.Thread(target=upload, name="upload").start()
-    return "done"
 
 
-def test_a_thread_that_still_works_is_waited_for(tmp_path: Path) -> None:
-    """A thread that is no daemon ends before `launch` returns."""
-    assert ddp("fork").launch(leave_a_thread, 0.5, str(tmp_path / "uploaded")) == "done"
-    assert (tmp_path / "uploaded").exists()
-
-
-def leave_pools(strategy: Strategy, folder: str, pools: list[Executor]) -> torch.Tensor:
+def leave_pools_and_a_thread(strategy: Strategy, folder: str, pools: list[Executor]) -> torch.Tensor:
     pools += [ThreadPoolExecutor(1), ProcessPoolExecutor(1)]
     for number, pool in enumerate(pools[-2:]):
         pool.submit(time.sleep, 0)
         pool.submit(Path(folder, f"done_{number}_{strategy.global_rank}").touch)
+    leave_a_thread(strategy, 0.5, f"{folder}/done_uploading")
     return strategy.all_reduce(torch.ones(1), reduce_op="sum")
 
 
 def test_pools_that_are_left_open_end_with_their_rank(tmp_path: Path) -> None:
-    """A rank's open pools finish their work and end; the caller's own pool, in which it launches, stays."""
+    """They finish their work, as a thread that is no daemon does; the caller's own pool stays."""
     with ThreadPoolExecutor(1) as callers:
         job = ddp("fork", timeout=20)
-        assert callers.submit(job.launch, leave_pools, str(tmp_path), []).result() == 2
+        assert callers.submit(job.launch, leave_pools_and_a_thread, str(tmp_path), []).result() == 2
         assert callers.submit(int, "7").result() == 7
-    assert len(list(tmp_path.glob("done_*"))) == 4
+    assert len(list(tmp_path.glob("done_*"))) == 5
 
 
 def test_a_rank_that_does_not_leave(
@@ -67,19 +62,13 @@ def test_a_rank_that_does_not_leave(
     assert "in upload" in stderr.partition("stacks of global_rank=1")[2]
 
 
-class Slow(CheckpointIO):
+class Slow(ThroughTorch):
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
         time.sleep(self.seconds)
-        TorchCheckpointIO().save_checkpoint(checkpoint, path)
-
-    def load_checkpoint(self, path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
-        return TorchCheckpointIO().load_checkpoint(path, map_location)
-
-    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Nothing is removed here."""
+        super().save_checkpoint(checkpoint, path)
 
 
 def save_and_fail(strategy: Strategy, who: int, path: str) -> None:

@@ -69,38 +69,67 @@ class Data(pl.LightningDataModule):
         return DataLoader(self.data, batch_size=self.hparams.batch_size)
 
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
-"""
 
-MODULE = """
-import rankwise.integrations.lightning
-
-class Module(pl.LightningModule):
+class Encoder(pl.LightningModule):
     def __init__(self):
         super().__init__()
-        self.net = torch.nn.Linear(4, 1)
-        self.steps_seen = 0
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        assert self.trainer is not None
+        return torch.relu(self.layer(x))
+
+class Module(pl.LightningModule):
+    def __init__(self, lr=0.05, is_manual=False):
+        super().__init__()
+        self.save_hyperparameters()
+        self.automatic_optimization = not is_manual
+        self.encoder, self.head = Encoder(), torch.nn.Linear(4, 1)
+        self.steps_seen, self.notes = 0, []
+
+    def loss(self, batch):
+        return (self.head(self.encoder(batch[0])) - batch[1]).pow(2).mean()
 
     def training_step(self, batch, batch_idx):
         self.steps_seen += 1
-        loss = (self.net(batch[0]) - 1).pow(2).mean()
+        loss = self.loss(batch)
         self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
         return loss
 
     def validation_step(self, batch, batch_idx):
-        self.log("val", self.net(batch[0]).mean(), sync_dist=True)
+        self.log("val", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch, batch_idx):
+        self.log_dict({"test": self.loss(batch)}, sync_dist=True)
 
     def predict_step(self, batch, batch_idx):
-        return [batch[0][:, 0]]
+        return self.head(self.encoder(batch[0]))
+
+    def on_train_epoch_end(self):
+        ranks = self.all_gather(torch.tensor(float(self.global_rank))).sum()
+        self.notes.append([self.current_epoch, self.global_step, float(ranks) >= 0])
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["steps_seen"] = self.steps_seen
 
     def configure_optimizers(self):
-        adam = torch.optim.Adam(self.parameters(), 0.1)
-        return [adam], [torch.optim.lr_scheduler.StepLR(adam, 2)]
+        optimizer = torch.optim.Adam(self.parameters(), self.hparams.lr)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 def loader(batch_size):
-    return DataLoader(TensorDataset(torch.arange(32.0).view(8, 4) / 32), batch_size=batch_size)
+    data = Data(batch_size, 8)
+    data.setup("fit")
+    return data.train_dataloader()
 """
 
 STAGES = """
+import rankwise.integrations.lightning
+
 class Ends(pl.Callback):
     epochs = 0
 
@@ -114,7 +143,7 @@ def run(batch_size, folder, **arguments):
     logger = pl.loggers.CSVLogger(folder)
     trainer = pl.Trainer(max_epochs=3, callbacks=[ends, best], logger=logger, **arguments, **QUIET)
     trainer.fit(module, loader(batch_size), loader(batch_size))
-    first = module.net.weight.tolist()
+    first = module.head.weight.tolist()
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     trainer.fit_loop.max_epochs = 5
     trainer.fit(module, datamodule=data)
@@ -124,14 +153,14 @@ def run(batch_size, folder, **arguments):
     predicted = trainer.predict(module, loader(batch_size))
     saved = torch.load(best.best_model_path, weights_only=False)
     return trainer.is_global_zero, {
-        "weights": [first, module.net.weight.tolist(), saved["state_dict"]["net.weight"].tolist()],
+        "weights": [first, module.head.weight.tolist(), saved["state_dict"]["head.weight"].tolist()],
         "averages": adam["state"][0]["exp_avg"].tolist(),
         "metrics": metrics,
         "validated": validated,
-        "predicted": [float(value) for (batch,) in predicted for value in batch],
+        "predicted": torch.cat(predicted).flatten().tolist(),
         "counters": [trainer.global_step, trainer.current_epoch, ends.epochs, module.steps_seen],
         "schedule": [adam["param_groups"][0]["lr"], schedule.last_epoch],
-        "is_attached": [trainer.optimizers[0].param_groups[0]["params"][0] is module.net.weight],
+        "is_attached": [trainer.optimizers[0].param_groups[0]["params"][0] is module.encoder.layer.weight],
         "stages": [data.stages, trainer.datamodule is data],
         "state": str(trainer.state),
         "best": Path(best.best_model_path).name,
@@ -154,8 +183,18 @@ def last_line(result: ScriptResult) -> Any:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def check_rows(own: Any, expected: Any) -> None:
-    assert own == [pytest.approx(row, abs=1e-6) for row in expected]
+def assert_equal(found: Any, expected: Any) -> None:
+    """Compare nested lists and dictionaries; numbers to 1e-6."""
+    if isinstance(expected, dict):
+        assert sorted(found) == sorted(expected)
+        for name in expected:
+            assert_equal(found[name], expected[name])
+    elif isinstance(expected, list):
+        assert len(found) == len(expected)
+        for own, other in zip(found, expected, strict=True):
+            assert_equal(own, other)
+    else:
+        assert found == (pytest.approx(expected, abs=1e-6) if isinstance(expected, float) else expected)
 
 
 @pytest.mark.quick
@@ -164,24 +203,19 @@ def check_rows(own: Any, expected: Any) -> None:
 )
 def test_two_ranks_are_one(run_script: ScriptRunner, how: str) -> None:
     """Two fits, validation and prediction leave what Lightning leaves after them in one process."""
-    alone, together = last_line(run(run_script, BEGIN + MODULE + STAGES, how))
-    for name in ("metrics", "validated"):
-        assert together[name] == pytest.approx(alone[name], abs=1e-6)
-    for own, expected in zip(together["weights"], alone["weights"], strict=True):
-        check_rows(own, expected)
-    check_rows(together["averages"], alone["averages"])
-    check_rows(together["saved_averages"], alone["averages"])
-    for name in ("counters", "schedule", "is_attached", "stages", "state", "best", "logged"):
-        assert together[name] == alone[name], name
-    first_ranks, predicted = [0.0, 0.25, 0.5, 0.75], together["predicted"]
-    if how in WORKERS:  # all ranks' predictions come back
-        assert predicted[:4] == first_ranks
-        assert sorted(predicted) == sorted(alone["predicted"])
-    else:
-        assert predicted == first_ranks
+    alone, together = last_line(run(run_script, BEGIN + STAGES, how))
+    predicted = alone["predicted"]
+    if how not in WORKERS:
+        alone["predicted"] = predicted[::2]
+    else:  # all ranks' predictions come back
+        alone["predicted"] = [*predicted[::2], *predicted[1::2]]
+    assert_equal(together.pop("saved_averages"), alone["averages"])
+    assert_equal(together, alone)
 
 
 FAILURE = """
+import rankwise.integrations.lightning
+
 class Failing(Module):
     def training_step(self, batch, batch_idx):
         if self.trainer.global_step == 2 and self.global_rank == 1:
@@ -197,13 +231,15 @@ class Report(pl.Callback):
 
 if __name__ == "__main__":
     trainer = pl.Trainer(strategy=sys.argv[1], devices=2, logger=False, callbacks=[Report()], **QUIET)
+    module = Failing()
     try:
-        trainer.fit(Failing(), loader(2))
+        trainer.fit(module, loader(2))
     except BaseException as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # the main process, or torchrun's first rank
             took_s = time.monotonic() - float(Path("failed_s").read_text())
             has_group = torch.distributed.is_initialized()
-            print(json.dumps([type(error).__name__, str(error), took_s, has_group, trainer.interrupted]))
+            facts = [took_s, has_group, trainer.interrupted, type(module) is Failing]
+            print(json.dumps([type(error).__name__, str(error), *facts]))
         raise
 """
 
@@ -217,12 +253,12 @@ def test_a_rank_that_fails(run_script: ScriptRunner, how: str, what: str) -> Non
         "raise": ("WorkerRaisedError", "raised ValueError: loss is nan", 1),
         "kill": ("WorkerKilledError", "was killed by SIGKILL", 137),
     }[what]
-    result = run(run_script, BEGIN + MODULE + FAILURE, how, what, env=WITHOUT_COVERAGE)
+    result = run(run_script, BEGIN + FAILURE, how, what, env=WITHOUT_COVERAGE)
     assert result.returncode == exit_code, result
     assert f"on_exception {expected}" in result.stdout, result
     last = [line for line in result.stdout.splitlines() if line.startswith("[")][-1]
-    name, message, took_s, has_group, is_interrupted = json.loads(last)
-    assert (name, has_group, is_interrupted) == (expected, False, True)
+    name, message, took_s, *facts = json.loads(last)
+    assert (name, facts) == (expected, [False, True, True])
     assert "global_rank=1" in message
     assert text in message
     assert took_s < 2 * slowdown()
@@ -234,7 +270,7 @@ def test_a_rank_that_fails(run_script: ScriptRunner, how: str, what: str) -> Non
 )
 def test_a_rank_of_torchrun_that_fails(run_script: ScriptRunner, what: str, text: str) -> None:
     """Its failure is the one that torchrun reports; no rank stays in a signal handler of Lightning's."""
-    running = start(run_script, BEGIN + MODULE + FAILURE, TORCHRUN, what, env=WITHOUT_COVERAGE)
+    running = start(run_script, BEGIN + FAILURE, TORCHRUN, what, env=WITHOUT_COVERAGE)
     result = running.finish(timeout=60)
     ended_s = time.monotonic()
     assert result.returncode == 1, result
@@ -243,6 +279,8 @@ def test_a_rank_of_torchrun_that_fails(run_script: ScriptRunner, what: str, text
 
 
 SLOW = """
+import rankwise.integrations.lightning
+
 class Slow(Module):
     def training_step(self, batch, batch_idx):
         print("training", self.global_rank, flush=True)
@@ -260,7 +298,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("how", STARTS)
 def test_a_signal_ends_all_ranks(run_script: ScriptRunner, how: str, number: signal.Signals) -> None:
     """Ctrl-C, and SIGTERM, end every rank, also one that sleeps and one that waits in a collective."""
-    running = start(run_script, BEGIN + MODULE + SLOW, how, env=WITHOUT_COVERAGE)
+    running = start(run_script, BEGIN + SLOW, how, env=WITHOUT_COVERAGE)
     running.wait_for("training", count=4, timeout=120)
     sent_s = time.monotonic()
     running.send_signal_to_group(number) if number == signal.SIGINT else running.send_signal(number)
@@ -291,26 +329,21 @@ def main(fabric):
     return model.module.weight.tolist(), ranks
 """
 
-FUNCTION = """
+LAUNCH = """
 if __name__ == "__main__":
     alone, _ = Fabric(accelerator="cpu", devices=1).launch(main)
     fabric = Fabric(accelerator="cpu", devices=2, strategy=sys.argv[1])
-    together, ranks = fabric.launch(main)
+    if sys.argv[2] == "function":
+        together, ranks = fabric.launch(main)
+    else:
+        fabric.launch()
+        fabric.launch()  # does nothing
+        together, ranks = main(fabric)
+        if sys.argv[2] == "exit" and fabric.global_rank == 1:
+            sys.exit(3)
+        fabric.barrier()
     if fabric.is_global_zero:
         print(json.dumps([alone[0], together[0], ranks]))
-"""
-
-REST_OF_SCRIPT = """
-alone, _ = Fabric(accelerator="cpu", devices=1).launch(main)
-fabric = Fabric(accelerator="cpu", devices=2, strategy=sys.argv[1])
-fabric.launch()
-fabric.launch()  # does nothing
-together, ranks = main(fabric)
-if sys.argv[2] == "exit" and fabric.global_rank == 1:
-    sys.exit(3)
-fabric.barrier()
-if fabric.is_global_zero:
-    print(json.dumps([alone[0], together[0], ranks]))
 """
 
 
@@ -318,7 +351,7 @@ if fabric.is_global_zero:
 @pytest.mark.parametrize("how", STARTS)
 def test_fabric(run_script: ScriptRunner, how: str) -> None:
     """Two ranks of Fabric train as one."""
-    alone, together, ranks = last_line(run(run_script, FABRIC + FUNCTION, how))
+    alone, together, ranks = last_line(run(run_script, FABRIC + LAUNCH, how, "function"))
     assert together == pytest.approx(alone, abs=1e-6)
     assert ranks == [0, 1]
 
@@ -326,7 +359,7 @@ def test_fabric(run_script: ScriptRunner, how: str) -> None:
 @pytest.mark.parametrize("how", ["rankwise_ddp", pytest.param(TORCHRUN, marks=SOAK)])
 def test_fabric_without_a_function(run_script: ScriptRunner, how: str) -> None:
     """`fabric.launch()` makes every rank run the rest of the script."""
-    alone, together, ranks = last_line(run(run_script, FABRIC + REST_OF_SCRIPT, how, "end"))
+    alone, together, ranks = last_line(run(run_script, FABRIC + LAUNCH, how, "end"))
     assert together == pytest.approx(alone, abs=1e-6)
     assert ranks == [0, 1]
 
@@ -334,13 +367,14 @@ def test_fabric_without_a_function(run_script: ScriptRunner, how: str) -> None:
 @SOAK
 def test_a_rank_of_fabric_exits(run_script: ScriptRunner) -> None:
     """Its exit status is the cause, and the script's."""
-    result = run(run_script, FABRIC + REST_OF_SCRIPT, "rankwise_ddp", "exit")
+    result = run(run_script, FABRIC + LAUNCH, "rankwise_ddp", "exit")
     assert result.returncode == 3, result
     assert "WorkerExitedError: Worker global_rank=1" in result.stderr, result
 
 
 OWN_ENVIRONMENT = """
 from lightning.fabric.plugins import ClusterEnvironment
+import rankwise.integrations.lightning
 import rankwise.lightning as rl
 
 class Shells(ClusterEnvironment):  # two shells on one machine
@@ -363,27 +397,17 @@ class Shells(ClusterEnvironment):  # two shells on one machine
     def teardown(self):
         self.ended += 1
 
-class Ours(rl.LightningModule):
-    configure_optimizers = Module.configure_optimizers
-
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(4, 1)
-
-    def training_step(self, batch, batch_idx):
-        return (self.net(batch[0]) - 1).pow(2).mean()
-
 if __name__ == "__main__":
     found = []
-    for kind, library, strategy in ((Module, pl, "rankwise_ddp"), (Ours, rl, "ddp")):
+    for library, strategy in ((pl, "rankwise_ddp"), (rl, "ddp")):
         library.seed_everything(1)
-        module, shells = kind(), Shells()
+        module, shells = Module(), Shells()
         trainer = library.Trainer(
             strategy=strategy, devices=2, plugins=[shells], max_epochs=2, logger=False,
             enable_checkpointing=False, **QUIET
         )
         trainer.fit(module, loader(4))
-        found.append([trainer.global_rank, trainer.world_size, shells.ended, module.net.weight.tolist()])
+        found.append([trainer.global_rank, trainer.world_size, shells.ended, module.head.weight.tolist()])
     print(json.dumps(found))
 """
 
@@ -391,11 +415,11 @@ if __name__ == "__main__":
 @pytest.mark.quick
 def test_a_cluster_environment_of_lightnings(run_script: ScriptRunner) -> None:
     """One given as a plug-in determines ranks and address, in Lightning's Trainer and in rankwise's."""
-    path, port = run_script.write(BEGIN + MODULE + OWN_ENVIRONMENT), str(free_port())
+    path, port = run_script.write(BEGIN + OWN_ENVIRONMENT), str(free_port())
     ranks = [{"OUR_RANK": str(rank), "OUR_PORT": port} for rank in range(2)]
     running = [run_script.start(path, env=each, preload=IMPORTED) for each in ranks]
     shells = [last_line(each.finish()) for each in running]
     for rank, (theirs, ours) in enumerate(shells):
         assert theirs[:3] == ours[:3] == [rank, 2, 1]
-        check_rows(ours[3], theirs[3])
-    check_rows(shells[1][0][3], shells[0][0][3])
+        assert_equal(ours[3], theirs[3])
+    assert_equal(shells[1][0][3], shells[0][0][3])

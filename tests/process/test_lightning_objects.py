@@ -1,14 +1,13 @@
 """Modules, data modules and callbacks of Lightning's own classes in a rankwise Trainer."""
 
 import json
-from typing import Any
 
 import pytest
 
 from tests.helpers.load import slowdown
 from tests.helpers.needs import need_installed
 from tests.helpers.scripts import WITHOUT_COVERAGE, ScriptRunner
-from tests.process.test_lightning import BEGIN, IMPORTED
+from tests.process.test_lightning import BEGIN, FAILURE, IMPORTED, assert_equal
 
 SOAK = pytest.mark.soak
 STRATEGIES = ["ddp_fork", *(pytest.param(f"ddp{end}", marks=SOAK) for end in ("", "_spawn", "_forkserver"))]
@@ -17,57 +16,6 @@ OBJECTS = """
 import rankwise
 
 QUIET |= dict(max_epochs=3, num_sanity_val_steps=0)
-
-class Encoder(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 4)
-
-    def forward(self, x):
-        assert self.trainer is not None
-        return torch.relu(self.layer(x))
-
-class Module(pl.LightningModule):
-    def __init__(self, lr=0.05, is_manual=False):
-        super().__init__()
-        self.save_hyperparameters()
-        self.automatic_optimization = not is_manual
-        self.encoder, self.head = Encoder(), torch.nn.Linear(4, 1)
-        self.steps_seen, self.notes = 0, []
-
-    def loss(self, batch):
-        return (self.head(self.encoder(batch[0])) - batch[1]).pow(2).mean()
-
-    def training_step(self, batch, batch_idx):
-        self.steps_seen += 1
-        loss = self.loss(batch)
-        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
-        if not self.automatic_optimization:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val", self.loss(batch), sync_dist=True)
-
-    def test_step(self, batch, batch_idx):
-        self.log_dict({"test": self.loss(batch)}, sync_dist=True)
-
-    def predict_step(self, batch, batch_idx):
-        return self.head(self.encoder(batch[0]))
-
-    def on_train_epoch_end(self):
-        ranks = self.all_gather(torch.tensor(float(self.global_rank))).sum()
-        self.notes.append([self.current_epoch, self.global_step, float(ranks) >= 0])
-
-    def on_save_checkpoint(self, checkpoint):
-        checkpoint["steps_seen"] = self.steps_seen
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.Adam(self.parameters(), self.hparams.lr)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 class Ends(pl.Callback):
     def __init__(self):
@@ -129,20 +77,6 @@ if __name__ == "__main__":
 """
 
 
-def assert_equal(found: Any, expected: Any) -> None:
-    """Compare nested lists and dictionaries; numbers to 1e-6."""
-    if isinstance(expected, dict):
-        assert sorted(found) == sorted(expected)
-        for name in expected:
-            assert_equal(found[name], expected[name])
-    elif isinstance(expected, list):
-        assert len(found) == len(expected)
-        for own, other in zip(found, expected, strict=True):
-            assert_equal(own, other)
-    else:
-        assert found == (pytest.approx(expected, abs=1e-6) if isinstance(expected, float) else expected)
-
-
 @pytest.mark.quick
 @pytest.mark.timeout(600)  # by spawn, ten processes import Lightning one pair after another
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -158,33 +92,16 @@ def test_equal_to_lightnings_trainer(run_script: ScriptRunner, strategy: str) ->
             assert_equal(other, own)
 
 
-FAILING = """
-class Failing(Module):
-    def training_step(self, batch, batch_idx):
-        if self.global_rank == 1 and batch_idx == 1:
-            Path("failed_s").write_text(str(time.monotonic()))
-            raise ValueError("loss is nan")
-        return super().training_step(batch, batch_idx)
-
-if __name__ == "__main__":
-    module = Failing()
-    try:
-        trainer = rankwise.Trainer(logger=False, devices=2, strategy=sys.argv[1], **QUIET)
-        trainer.fit(module, Data(4))
-    except rankwise.errors.WorkerRaisedError as error:
-        print(time.monotonic() - float(Path("failed_s").read_text()), type(module) is Failing, error)
-"""
-
-
 @SOAK
 @pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
 def test_a_rank_that_fails(run_script: ScriptRunner, strategy: str) -> None:
     """It is reported with its traceback, and the module is Lightning's again."""
     need_installed("lightning")
-    result = run_script(BEGIN + OBJECTS + FAILING, strategy, env=WITHOUT_COVERAGE, preload=IMPORTED)
-    assert result.returncode == 0, result
-    took_s, is_as_before, message = result.stdout.split(maxsplit=2)
-    assert float(took_s) < 2 * slowdown()
-    assert is_as_before == "True"
+    source = BEGIN + FAILURE.replace("pl.Trainer", "rankwise.Trainer")
+    result = run_script(source, strategy, "raise", env=WITHOUT_COVERAGE, preload=IMPORTED)
+    [line] = [line for line in result.stdout.splitlines() if line.startswith("[")]
+    name, message, took_s, *_, is_as_before = json.loads(line)
+    assert (name, is_as_before) == ("WorkerRaisedError", True)
+    assert took_s < 2 * slowdown()
     assert "raised ValueError: loss is nan" in message
     assert "in training_step" in message
