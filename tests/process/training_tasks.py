@@ -113,6 +113,12 @@ def quiet_trainer(strategy: Any, devices: int | str, **arguments: Any) -> Traine
     return Trainer(strategy=strategy, devices=devices, **{**quiet, **arguments})
 
 
+def trainer_on(world_size: int, **arguments: Any) -> Trainer:
+    """Return such a Trainer on that many forked ranks, or in this process."""
+    strategy = "ddp_fork" if world_size > 1 else "single_device"
+    return quiet_trainer(strategy, world_size, **arguments)
+
+
 def fit_one_step(strategy: Any, module: Regression | None = None, **arguments: Any) -> Trainer:
     """Take one optimizer step on two ranks; return the Trainer."""
     trainer = quiet_trainer(strategy, 2, max_steps=1, **arguments)
