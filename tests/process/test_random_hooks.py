@@ -15,8 +15,8 @@ from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 
 from rankwise import TrainingModule, seed_everything
-from rankwise.callbacks import Callback, ModelCheckpoint
-from tests.process.training_tasks import trainer_on
+from rankwise.callbacks import Callback
+from tests.process.training_tasks import saving_each_step, trainer_on
 
 STEP_HOOKS = (
     "on_train_start",
@@ -166,10 +166,10 @@ def data(samples: int, batch_size: int = 2) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.arange(float(samples))[:, None]), batch_size)
 
 
-def trained(module: Drawing, path: Any = None, **options: Any) -> list[Any]:
+def trained(module: Drawing, path: Any = None, callbacks: Any = None, **options: Any) -> list[Any]:
     """Train two epochs; return what each of two ranks has drawn."""
     seed_everything(1)
-    callbacks = [DrawingCallback(), *options.pop("callbacks", [])]
+    callbacks = [DrawingCallback(), *filter(None, [callbacks])]
     trainer = trainer_on(2, max_epochs=2, num_sanity_val_steps=0, callbacks=callbacks, **options)
     trainer.fit(module, data(12), data(3, 1), ckpt_path=path)  # validation: other numbers of batches
     return module.gathered
@@ -198,8 +198,7 @@ def test_hooks_and_optimizers_draw_the_same_on_all_ranks(kind: str) -> None:
 @pytest.mark.parametrize("kind", [Drawing, DrawingInMore])
 def test_a_run_that_resumes_draws_the_same(kind: type[Drawing], tmp_path: Path) -> None:
     """A run that resumes within an epoch draws what the whole run draws, in hooks and in steps."""
-    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-    whole = trained(kind(), callbacks=[saving], enable_checkpointing=True)
+    whole = trained(kind(), **saving_each_step(tmp_path))
     rest = trained(kind(), path=tmp_path / "step=2.ckpt")
     for before, after in zip(whole, rest, strict=True):
         assert after["weights"] == before["weights"]
