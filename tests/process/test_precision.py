@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -14,6 +13,7 @@ from rankwise.errors import WorkerRaisedError
 from rankwise.precision import MasterWeightsPrecision, MixedPrecision, Precision, create_precision
 from rankwise.testing import run_distributed
 from tests.helpers.shared import computed_once
+from tests.process.helpers import count_calls
 from tests.process.training_tasks import Regression, loader, trainer_on
 
 NAMES = ("32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "16-master", "bf16-master")
@@ -165,14 +165,7 @@ CALLS: list[str] = []
 
 def test_judging_costs_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     """With `on_nonfinite` a healthy run calls as many collectives as without."""
-    for name in COUNTED:
-        plain = getattr(dist, name)
-
-        def counting(*args: Any, plain: Any = plain, **kwargs: Any) -> Any:
-            CALLS.append(plain.__name__)
-            return plain(*args, **kwargs)
-
-        monkeypatch.setattr(dist, name, counting)
+    count_calls(monkeypatch, CALLS, *COUNTED)
     found = []
     for policy in (None, "raise"):
         module = Counted()
