@@ -239,10 +239,9 @@ def test_a_start_that_fails_leaves_nothing(sleeping: DDPStrategy, monkeypatch: p
     def no_descriptor(pid: int) -> int:
         raise OSError(errno.EMFILE, "no descriptor is left")
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(LaunchRefusedError, match="no more files"):
         patch.setattr(os, "pidfd_open", no_descriptor)
-        with pytest.raises(LaunchRefusedError, match="no more files"):
-            sleeping.launch(never)
+        sleeping.launch(never)
     assert script_place() is None
     gc.collect()
     before = set(Path("/proc/self/fd").iterdir())
