@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from rankwise.strategies import DDPStrategy
 from tests.helpers.preloaded import TORCH
@@ -56,6 +57,20 @@ def with_tests(more: Mapping[str, str | None] | None = None) -> dict[str, str | 
     """Return `env=` for a script that imports from `tests`."""
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {"PYTHONPATH": path, **(more or {})}
+
+
+def count_calls(patch: pytest.MonkeyPatch, calls: list[str], *names: str) -> None:
+    """Add the name of each call of these functions of torch.distributed to a list, also in forked ranks."""
+
+    def counting(name: str, plain: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return plain(*args, **kwargs)
+
+        return call
+
+    for name in names:
+        patch.setattr(dist, name, counting(name, getattr(dist, name)))
 
 
 @contextmanager

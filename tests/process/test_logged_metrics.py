@@ -14,28 +14,24 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 from torchmetrics.wrappers import MinMaxMetric, Running
 
-from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from rankwise.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
 from rankwise.data import shard_info
 from rankwise.errors import CheckpointError, ConfigurationError, WorkerRaisedError
 from rankwise.loggers import CSVLogger
 from rankwise.trainer import Trainer
-from tests.process.training_tasks import FEATURES, Regression, dataset, loader, quiet_trainer
+from tests.process.training_tasks import FEATURES, Regression, dataset, loader, saving_each_step, trainer_on
 
 RANKS = (2, 3)
-
-
-def trainer_on(world_size: int, **options: Any) -> Trainer:
-    saves = any(isinstance(callback, ModelCheckpoint) for callback in options.get("callbacks", ()))
-    options["enable_checkpointing"] = saves
-    return quiet_trainer("ddp_fork" if world_size > 1 else "single_device", world_size, **options)
 
 
 def evaluated(world_size: int, module: Regression, samples: int, batch_size: int) -> dict[str, float]:
     return dict(trainer_on(world_size).test(module, loader(samples, batch_size))[0])
 
 
-def fitted(size: int, module: Regression, train: Any, val: Any = None, **options: Any) -> Trainer:
-    path, trainer = options.pop("ckpt_path", None), trainer_on(size, **options)
+def fitted(
+    size: int, module: Regression, train: Any, val: Any = None, *, path: Any = None, **options: Any
+) -> Trainer:
+    trainer = trainer_on(size, **options)
     trainer.fit(module, train, val, ckpt_path=path)
     return trainer
 
@@ -94,22 +90,27 @@ def test_running_metrics(samples: int) -> None:
     )
 
 
-class Differentiable(Regression):
-    def __init__(self) -> None:
+class OfPredictions(Regression):
+    """Calls a metric object with predictions that require gradients."""
+
+    def __init__(self, metric: Any) -> None:
         super().__init__()
-        self.error = torchmetrics.MeanSquaredError().set_dtype(torch.float64)
+        self.metric = metric.set_dtype(torch.float64)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         predicted = self(batch[0])
-        self.error(predicted, batch[1])
-        self.log("error", self.error, on_step=False, on_epoch=True)
+        self.metric(predicted.flatten(), batch[1].flatten())
+        self.log("metric", self.metric, on_step=False, on_epoch=True)
         return nn.functional.mse_loss(predicted, batch[1])
 
 
 def test_differentiable_metric_objects() -> None:
     """A metric object that is called with predictions that require gradients is computed as others."""
-    alone, together = (fitted(size, Differentiable(), loader(16, 4 // size), max_epochs=2) for size in (1, 2))
-    assert metrics_of(alone)["error"] == pytest.approx(metrics_of(together)["error"], abs=1e-12)
+    modules = [OfPredictions(torchmetrics.MeanSquaredError()) for _ in range(2)]
+    alone, together = (
+        fitted(size, module, loader(16, 4 // size), max_epochs=2) for size, module in enumerate(modules, 1)
+    )
+    assert metrics_of(alone)["metric"] == pytest.approx(metrics_of(together)["metric"], abs=1e-12)
 
 
 class Pieces(torchmetrics.Metric):
@@ -172,21 +173,15 @@ def test_values_of_some_ranks(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, monitor="only", mode="max", save_top_k=1)
     logger = CSVLogger(tmp_path)
     callbacks = [EarlyStopping("only_epoch", mode="max", patience=1), saving]
-    module, options = OverSomeRanks(), {"callbacks": callbacks, "logger": logger, "log_every_n_steps": 1}
-    trainer = fitted(3, module, loader(12, 2), loader(14, 2), max_epochs=3, **options)
+    options: Any = {"callbacks": callbacks, "enable_checkpointing": True, "log_every_n_steps": 1}
+    module = OverSomeRanks()
+    trainer = fitted(3, module, loader(12, 2), loader(14, 2), max_epochs=3, logger=logger, **options)
     assert trainer.current_epoch == 2  # after the first epoch without a better value
     assert module.seen == [{"only_epoch": 10.5, "grouped_epoch": 1.0}] * 3
     assert float(saving.best_model_score or 0) == 10.5
     found = [*csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines())]
     assert [row["size_step"] for row in found if row["size_step"]] == ["6.0", "6.0", "2.0"] * 2
     assert {row["own_step"] for row in found if row["own_step"]} == {"0.0"}
-
-
-@pytest.mark.quick
-def test_one_table(capfd: pytest.CaptureFixture[str]) -> None:
-    """The table of `test` is printed once, whatever the number of ranks."""
-    trainer_on(2).test(Regression(), loader(8, 2))
-    assert capfd.readouterr().out.count("Test metric | DataLoader 0") == 1
 
 
 # ------------------------------------------------------------------------------------------ checkpoints
@@ -222,90 +217,59 @@ class Measured(Regression):
         self.range.reset()
 
 
-def checkpoints(folder: Path) -> ModelCheckpoint:
-    return ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_metric_objects_are_in_checkpoints(world_size: int, tmp_path: Path) -> None:
     """A run that is resumed within an epoch, or before its end, has the metrics of the run that was not."""
     batches = loader(24, 6 // world_size)
-    whole = fitted(world_size, Measured(), batches, max_epochs=2, callbacks=[checkpoints(tmp_path)])
+    whole = fitted(world_size, Measured(), batches, max_epochs=2, **saving_each_step(tmp_path))
     assert metrics_of(whole)["samples"] == 24
     for step in (2, 4, 6, 8):
         path = tmp_path / f"step={step}.ckpt"
-        resumed = fitted(world_size, Measured(), batches, max_epochs=2, ckpt_path=path)
+        resumed = fitted(world_size, Measured(), batches, max_epochs=2, path=path)
         assert metrics_of(resumed) == pytest.approx(metrics_of(whole), abs=1e-12), step
 
 
 def test_metric_objects_of_other_world_sizes(tmp_path: Path) -> None:
     """The ranks of a run that continues share the states of all ranks before."""
-    whole = fitted(3, Measured(), loader(24, 2), max_epochs=1, callbacks=[checkpoints(tmp_path)])
+    whole = fitted(3, Measured(), loader(24, 2), max_epochs=1, **saving_each_step(tmp_path))
     path = tmp_path / "step=2.ckpt"
     for world_size in (1, 2, 4):
         batches = loader(24, 6 // world_size)
-        resumed = fitted(world_size, Measured(), batches, max_epochs=1, ckpt_path=path)
+        resumed = fitted(world_size, Measured(), batches, max_epochs=1, path=path)
         assert metrics_of(resumed)["samples"] == 24, world_size
         assert metrics_of(resumed)["targets"] == pytest.approx(metrics_of(whole)["targets"], abs=1e-5)
 
 
-class Correlated(Regression):
-    """Logs a metric object whose states torchmetrics can only put together for the final value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.correlation = torchmetrics.PearsonCorrCoef().set_dtype(torch.float64)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        self.correlation.update(self(batch[0]).flatten().detach(), batch[1].flatten())
-        self.log("correlation", self.correlation)
-        return super().training_step(batch, batch_idx)
-
-
 def test_states_that_no_rank_can_continue(tmp_path: Path) -> None:
     """A rank cannot continue two ranks' states that have no common one; the error names the metric object."""
-    trainer_on(2, max_epochs=1, callbacks=[checkpoints(tmp_path)]).fit(Correlated(), loader(24, 3))
-    with pytest.raises(CheckpointError, match="'correlation'"):
-        trainer_on(1, max_epochs=1).fit(Correlated(), loader(24, 6), ckpt_path=tmp_path / "step=2.ckpt")
-
-
-class SaveWithin(Callback):
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_validation_batch_end(self, trainer: Any, module: Any, *details: Any) -> None:
-        trainer.save_checkpoint(self.path)
+    # torchmetrics can only put its states together for the final value.
+    modules = [OfPredictions(torchmetrics.PearsonCorrCoef()) for _ in range(2)]
+    fitted(2, modules[0], loader(24, 3), max_epochs=1, **saving_each_step(tmp_path))
+    with pytest.raises(CheckpointError, match="'metric'"):
+        fitted(1, modules[1], loader(24, 6), max_epochs=1, path=tmp_path / "step=2.ckpt")
 
 
 def test_checkpoints_within_a_validation(tmp_path: Path) -> None:
     """A run that continues from there validates again, and counts each sample once."""
     path, batches = tmp_path / "within.ckpt", (loader(8, 2), loader(6, 2))
-    fitted(1, OfTargets(torchmetrics.SumMetric()), *batches, max_epochs=1, callbacks=[SaveWithin(path)])
-    trainer = fitted(1, OfTargets(torchmetrics.SumMetric()), *batches, max_epochs=1, ckpt_path=path)
+    save = LambdaCallback(on_validation_batch_end=lambda trainer, *details: trainer.save_checkpoint(path))
+    fitted(1, OfTargets(torchmetrics.SumMetric()), *batches, max_epochs=1, callbacks=save)
+    trainer = fitted(1, OfTargets(torchmetrics.SumMetric()), *batches, max_epochs=1, path=path)
     assert metrics_of(trainer)["value"] == pytest.approx(dataset(6).tensors[1].sum().item(), abs=1e-5)
 
 
 # ------------------------------------------------------------------------------------------ step values
 
 
-class Watching(Callback):
-    def __init__(self) -> None:
-        self.seen: list[list[float | None]] = []
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx:
-            value = trainer.callback_metrics.get("mean")
-            self.seen.append(trainer.strategy.all_gather_object(None if value is None else value.item()))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"seen": self.seen}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seen = state["seen"]
-
-
 class Stepwise(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[float]] = []
+
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if batch_idx:
+            value = self.trainer.callback_metrics["mean"].item()
+            self.seen.append(self.trainer.strategy.all_gather_object(value))
         self.log("mean", batch[1].mean(), sync_dist=True)
         if batch_idx % 3 == 1:
             self.log("sometimes", 1.0, sync_dist=True, reduce_fx="sum")
@@ -317,19 +281,16 @@ def test_step_values_are_those_of_one_process() -> None:
     """With `sync_dist=True` every rank has the value of the global batch after every step."""
     found = []
     for world_size in (1, 2):
-        watching = Watching()
-        batches = loader(24, 4 // world_size)
-        trainer = fitted(world_size, Stepwise(), batches, max_epochs=2, callbacks=[watching])
-        assert all(len(set(values)) == 1 for values in watching.seen)
-        found.append([values[0] for values in watching.seen])
+        module = Stepwise()
+        trainer = fitted(world_size, module, loader(24, 4 // world_size), max_epochs=2)
+        assert all(len(set(values)) == 1 for values in module.seen)
+        found.append([values[0] for values in module.seen])
         assert metrics_of(trainer)["sometimes"] == world_size
     assert found[0] == pytest.approx(found[1], abs=1e-12)
 
 
 class OnRankZero(Regression):
-    def __init__(self, first: int) -> None:
-        super().__init__()
-        self.first = first
+    first = 0
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         if self.global_rank == 0 or batch_idx < self.first:
@@ -340,8 +301,10 @@ class OnRankZero(Regression):
 @pytest.mark.parametrize("first", [0, 1])
 def test_step_values_of_some_ranks(first: int) -> None:
     """A step value that only one rank logs is an error on all ranks, in any step, not a deadlock."""
+    module = OnRankZero()
+    module.first = first
     with pytest.raises(WorkerRaisedError, match="not all logged \\['mean'\\]"):
-        trainer_on(2, max_epochs=1).fit(OnRankZero(first), loader(24, 2))
+        fitted(2, module, loader(24, 2), max_epochs=1)
 
 
 class Spoilt(Regression):
@@ -377,8 +340,12 @@ class Batch:
     y: Tensor
 
 
+def in_lists(samples: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    return [x for x, _ in samples], [y for _, y in samples]
+
+
 def as_dataclass(samples: list[tuple[Tensor, Tensor]]) -> Batch:
-    return Batch(torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples]))
+    return Batch(*map(torch.stack, in_lists(samples)))
 
 
 def with_words(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
@@ -386,20 +353,14 @@ def with_words(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
     return {"split": "test", "x": torch.stack([x for x, _ in samples]), "y": [y for _, y in samples]}
 
 
-def features_first(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    return torch.stack([x for x, _ in samples], dim=1), torch.stack([y for _, y in samples], dim=1)
-
-
-def in_lists(samples: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-    return [x for x, _ in samples], [y for _, y in samples]
+def features_first(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
+    return tuple(torch.stack(part, dim=1) for part in in_lists(samples))
 
 
 class AnyShape(Regression):
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        if isinstance(batch, Batch):
-            batch = batch.x, batch.y
-        elif isinstance(batch, dict):
-            batch = batch["x"], batch["y"]
+        batch = vars(batch) if isinstance(batch, Batch) else batch
+        batch = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
         x, y = (torch.stack(part) if isinstance(part, list) else part for part in batch)
         if x.shape[1] != FEATURES:
             x, y = x.T, y.T

@@ -87,14 +87,13 @@ def _imported() -> None:
 IMPORTED = (*TORCH, "torch.utils.tensorboard", "wandb", "mlflow")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in variables(tmp_path).items():
         monkeypatch.setenv(name, value)
 
 
 @pytest.mark.quick
-@pytest.mark.usefixtures("_variables")
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
 def test_one_rank_writes(start: str, run_script: ScriptRunner, tmp_path: Path) -> None:
     """A fit and a test are one run in every logger, with each value once, of rank zero, as is the table."""
@@ -128,7 +127,6 @@ def test_one_rank_writes(start: str, run_script: ScriptRunner, tmp_path: Path) -
 
 
 @pytest.mark.quick
-@pytest.mark.usefixtures("_variables")
 def test_a_failing_rank(run_script: ScriptRunner, tmp_path: Path) -> None:
     """What rank zero has logged before another rank failed is in every logger, as a failed run."""
     result = run_script(PROGRAM, str(tmp_path), "fork", "1", env=with_tests(), timeout=200, preload=IMPORTED)

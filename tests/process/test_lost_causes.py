@@ -14,12 +14,11 @@ from rankwise.errors import WorkerRaisedError
 from rankwise.failures.classify import make_printable
 from rankwise.strategies import DDPElasticStrategy, DDPStrategy
 from tests.helpers.scripts import ScriptRunner
-from tests.process.helpers import ddp, with_tests
+from tests.process.helpers import TORCHRUN, ddp, with_tests
 from tests.process.test_host_programs import METHODS
 
 SOAK = pytest.mark.soak
 IN_SCRIPTS = with_tests({"PYTEST_CURRENT_TEST": None})  # they import pytest, and are not run by it
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 class TextHangs(Exception):
@@ -55,10 +54,8 @@ def elastic(start_method: str, **arguments: Any) -> DDPElasticStrategy:
     return DDPElasticStrategy(start_method=start_method, **options)
 
 
-FUNCTIONS = [
-    *((ddp, "fork"), (elastic, "fork"), pytest.param(elastic, "spawn", marks=SOAK)),
-    *(pytest.param(ddp, method, marks=SOAK) for method in ("spawn", "forkserver")),
-]
+OTHERS = ((elastic, "spawn"), (ddp, "spawn"), (ddp, "forkserver"))
+FUNCTIONS = [(ddp, "fork"), (elastic, "fork"), *(pytest.param(*each, marks=SOAK) for each in OTHERS)]
 """The strategies, and their start methods, that run a function in other processes than the caller's."""
 
 Create = Callable[..., DDPStrategy]
@@ -87,7 +84,7 @@ RAISES = """
 
     kind = getattr(tasks, sys.argv[1])
     try:
-        tasks.ddp("popen", timeout=60.0).launch(tasks.fail, kind)
+        tasks.ddp("popen", "auto", timeout=60.0).launch(tasks.fail, kind)
     except WorkerRaisedError as error:
         tasks.check(error, kind)
         print("checked")
@@ -101,20 +98,11 @@ def test_an_exception_of_a_script(kind: type[Exception], run_script: ScriptRunne
     assert (result.returncode, result.stdout) == (0, "checked\n"), result
 
 
-RAISES_UNDER_TORCHRUN = """
-    import sys
-    from rankwise.strategies import DDPStrategy
-    from tests.process import test_lost_causes as tasks
-
-    DDPStrategy(accelerator="cpu").launch(tasks.fail, getattr(tasks, sys.argv[1]))
-"""
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", [TextHangs, TextExits])
 def test_an_exception_under_torchrun(kind: type[Exception], run_script: ScriptRunner) -> None:
     """The agent of torch and Python can print one whose text is in the way; all processes end."""
-    script = str(run_script.write(RAISES_UNDER_TORCHRUN))
+    script = str(run_script.write(RAISES))
     result = run_script.command([sys.executable, *TORCHRUN, script, kind.__name__], env=with_tests())
     assert result.returncode == 1, result
     assert f"{kind.__name__}: (its text could not be had)" in result.stderr, result
@@ -187,25 +175,18 @@ def test_a_value_of_a_script_that_cannot_be_unpickled(run_script: ScriptRunner) 
 
 STORAGE = """
     import sys
-    from rankwise.checkpoint import CheckpointIO
+    from rankwise.checkpoint import TorchCheckpointIO
     from rankwise.errors import CheckpointError
-    from rankwise.strategies import DDPElasticStrategy, DDPStrategy
-    from tests.process.test_lost_causes import TwoArguments
+    from tests.process.test_lost_causes import TwoArguments, ddp, elastic
 
     class Locked(Exception):
         def __init__(self, *_):
             super().__init__("1 and 2")
             self.lock = sys.stdout
 
-    class Storage(CheckpointIO):
+    class Storage(TorchCheckpointIO):
         def save_checkpoint(self, checkpoint, path):
             raise checkpoint["error"](1, 2)
-
-        def load_checkpoint(self, path, map_location="cpu"):
-            return {}
-
-        def remove_checkpoint(self, path):
-            pass
 
     def job(strategy):
         for error in (TwoArguments, Locked):
@@ -215,14 +196,8 @@ STORAGE = """
                 print(strategy.global_rank, str(caught).partition("\\n")[0], flush=True)
 
     if __name__ == "__main__":
-        method, options = sys.argv[1], {"accelerator": "cpu", "checkpoint_io": Storage()}
-        if method == "torchrun":
-            strategy = DDPStrategy(**options)
-        elif method == "elastic":
-            strategy = DDPElasticStrategy(devices=2, max_restarts=0, **options)
-        else:
-            strategy = DDPStrategy(devices=2, start_method=method, **options)
-        strategy.launch(job)
+        make, method = (elastic, "forkserver") if sys.argv[1] == "elastic" else (ddp, sys.argv[1])
+        make(method, rendezvous="auto", checkpoint_io=Storage()).launch(job)
 """
 
 
@@ -232,6 +207,7 @@ STORAGE = """
 def test_an_error_of_a_checkpoint_io(method: str, run_script: ScriptRunner) -> None:
     """Every rank raises the error of the rank that saves, also one that cannot be pickled, or read back."""
     command = [sys.executable, *(TORCHRUN if method == "torchrun" else ()), str(run_script.write(STORAGE))]
+    method = "popen" if method == "torchrun" else method
     result = run_script.command([*command, method], env=IN_SCRIPTS, siblings=1)
     assert result.returncode == 0, result
     for rank in (0, 1):

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -12,16 +11,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankwise import DDPStrategy, TrainingModule
 from rankwise.errors import WorkerRaisedError
-from tests.process.helpers import ddp
-from tests.process.training_tasks import FEATURES, loader, quiet_trainer
+from tests.process.helpers import count_calls, ddp
+from tests.process.training_tasks import FEATURES, loader, quiet_trainer, trainer_on
 
 
 class Gan(TrainingModule):
     """A generator and a discriminator in float64; notes how far gradients and buffers of the ranks differ."""
 
     is_compared = True
-    differences: Tensor
-    reductions: Tensor
+    differences = 0.0
+    reductions = 0
     batches: Tensor
 
     def __init__(self, ways: str = "plain") -> None:
@@ -32,8 +31,7 @@ class Gan(TrainingModule):
         self.generator = nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh(), nn.Linear(6, 2)).double()
         self.discriminator = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1)).double()
         self.unused = nn.Linear(1, 1).double()
-        for name in ("differences", "reductions", "batches"):
-            self.register_buffer(name, torch.zeros((), dtype=torch.double))
+        self.register_buffer("batches", torch.zeros((), dtype=torch.double))
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = self.generator(x)
@@ -64,21 +62,17 @@ class Gan(TrainingModule):
             self.untoggle_optimizer(generate)
 
     def run_backward(self, loss: Tensor, *, is_equal: bool = True) -> None:
-        before = getattr(dist.all_reduce, "calls", 0)
+        before = len(REDUCTIONS)
         self.manual_backward(loss)
-        self.reductions += getattr(dist.all_reduce, "calls", 0) - before
-        gradients = [
-            parameter.grad.flatten() for parameter in self.parameters() if parameter.grad is not None
-        ]
+        self.reductions += len(REDUCTIONS) - before
         if is_equal:
-            self.note(torch.cat(gradients))
+            gradients = [each.grad for each in self.parameters() if each.grad is not None]
+            self.note(nn.utils.parameters_to_vector(gradients))
 
     def note(self, tensor: Tensor) -> None:
-        if not self.is_compared:
-            return
-        gathered = self.trainer.strategy.all_gather(tensor.detach())
-        if self.trainer.world_size > 1:
-            self.differences += (gathered[0] - gathered[1]).abs().max()
+        if self.is_compared and self.trainer.world_size > 1:
+            first, second = self.trainer.strategy.all_gather(tensor.detach())
+            self.differences += (first - second).abs().max().item()
 
     def on_train_end(self) -> None:
         assert self.unused.weight.grad is None
@@ -90,21 +84,10 @@ class Gan(TrainingModule):
         ]
 
 
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count all-reduces in the workers, which are forked from here."""
-    plain = dist.all_reduce
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        counting.calls += 1  # type: ignore[attr-defined]  # kept on the function, for the workers to see
-        return plain(*args, **kwargs)
-
-    counting.calls = 0  # type: ignore[attr-defined]
-    monkeypatch.setattr(dist, "all_reduce", counting)
+REDUCTIONS: list[str] = []
 
 
 @pytest.mark.quick
-@pytest.mark.usefixtures("counted")
 @pytest.mark.parametrize(
     ("ways", "options"),
     [
@@ -115,15 +98,18 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
         ("blocked", {}),
     ],
 )
-def test_manual_backward_and_toggle_optimizer_on_two_ranks(ways: str, options: dict[str, Any]) -> None:
+def test_manual_backward_and_toggle_optimizer_on_two_ranks(
+    ways: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three backward passes for two optimizers in a step: one reduction each, or two where one is blocked."""
-    alone, expected = quiet_trainer("single_device", 1, max_epochs=2), Gan(ways)
+    count_calls(monkeypatch, REDUCTIONS, "all_reduce")
+    alone, expected = trainer_on(1, max_epochs=2), Gan(ways)
     alone.fit(expected, loader(40, 8))
     trainer, module = quiet_trainer(ddp("fork", **options), 2, max_epochs=2), Gan(ways)
     trainer.fit(module, loader(40, 4))
     assert trainer.global_step == alone.global_step == 20
-    assert module.differences.item() == 0
-    assert module.reductions.item() == 10 * (2 if ways == "blocked" else 3)
+    assert module.differences == 0
+    assert module.reductions == 10 * (2 if ways == "blocked" else 3)
     for mine, theirs in zip(module.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-9)
     assert not torch.equal(next(module.parameters()), next(Gan().parameters()))
@@ -131,11 +117,10 @@ def test_manual_backward_and_toggle_optimizer_on_two_ranks(ways: str, options: d
 
 def test_a_rank_that_has_run_out_takes_part() -> None:
     """With an uneven last batch the padding steps have no weight: the weights are one process's."""
-    alone, expected = quiet_trainer("single_device", 1, max_epochs=2), Gan()
-    alone.fit(expected, loader(33, 8))
-    trainer, module = quiet_trainer(ddp("fork"), 2, max_epochs=2, uneven_inputs="join"), Gan()
+    expected, module = Gan(), Gan()
+    trainer_on(1, max_epochs=2).fit(expected, loader(33, 8))
     module.is_compared = False  # there are no collectives in steps that some ranks repeat
-    trainer.fit(module, loader(33, 4))
+    trainer_on(2, max_epochs=2, uneven_inputs="join").fit(module, loader(33, 4))
     for mine, theirs in zip(module.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-9)
 
@@ -152,23 +137,13 @@ class Hooked(DDPStrategy):
         return wrapper
 
 
-class Remembering(Hooked):
-    """Registers a hook that keeps an error term (error feedback)."""
-
-    hook = staticmethod(powerSGD_hook)
-
-    def configure_ddp(self, module: nn.Module, device_ids: list[int] | None) -> DistributedDataParallel:
-        self.state = PowerSGDState(None)
-        return super().configure_ddp(module, device_ids)
-
-
 @pytest.mark.quick
 def test_a_hook_averages() -> None:
     """Gradients go through the communication hook: both ranks have the same, with its rounding."""
     exact, rounded = Gan(), Gan()
     quiet_trainer(ddp("fork"), 2, max_epochs=1).fit(exact, loader(40, 4))
     quiet_trainer(Hooked(start_method="fork"), 2, max_epochs=1).fit(rounded, loader(40, 4))
-    assert rounded.differences.item() == 0
+    assert rounded.differences == 0
     pairs = [*zip(rounded.discriminator.parameters(), exact.discriminator.parameters(), strict=True)]
     assert not all(torch.equal(mine, theirs) for mine, theirs in pairs)
     for mine, theirs in pairs:
@@ -177,6 +152,7 @@ def test_a_hook_averages() -> None:
 
 def test_a_hook_that_remembers_is_refused() -> None:
     """A hook that keeps gradients between steps is refused before training."""
-    trainer = quiet_trainer(Remembering(start_method="fork"), 2, max_epochs=1)
+    strategy = Hooked(start_method="fork")
+    strategy.hook, strategy.state = powerSGD_hook, PowerSGDState(None)
     with pytest.raises(WorkerRaisedError, match="PowerSGDState cannot be used in manual optimisation"):
-        trainer.fit(Gan(), loader(8, 4))
+        quiet_trainer(strategy, 2, max_epochs=1).fit(Gan(), loader(8, 4))

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise import Trainer, TrainingModule
-from rankwise.callbacks import ModelCheckpoint
-from tests.process.training_tasks import FEATURES, loader, quiet_trainer
+from tests.process.training_tasks import FEATURES, loader, saving_each_step, trainer_on
 
 BATCHES = 5  # of an epoch, so that windows of two batches end in the next one
 
@@ -30,11 +29,9 @@ class Accumulating(TrainingModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self.number += 1
-        if self.ways != "blocked first":
-            self.step_often(*batch)
-        self.step_seldom(*batch)
-        if self.ways == "blocked first":
-            self.step_often(*batch)
+        steps = (self.step_often, self.step_seldom)
+        for step in reversed(steps) if self.ways == "blocked first" else steps:
+            step(*batch)
 
     def step_often(self, x: Tensor, y: Tensor) -> None:
         optimizer = self.optimizers()[0]
@@ -59,22 +56,17 @@ class Accumulating(TrainingModule):
         return [torch.optim.SGD(layer.parameters(), lr=0.01, momentum=0.9) for layer in layers]
 
 
-WAYS = ("averaged", "blocked", "blocked first", "never cleared")
-
-
 def fitted(ways: str, devices: int, ckpt_path: Path | None = None, **options: Any) -> tuple[Trainer, Tensor]:
-    strategy = "ddp_fork" if devices > 1 else "single_device"
-    trainer, module = quiet_trainer(strategy, devices, **{"max_epochs": 2, **options}), Accumulating(ways)
+    trainer, module = trainer_on(devices, max_epochs=2, **options), Accumulating(ways)
     trainer.fit(module, loader(8 * BATCHES, 8 // devices), ckpt_path=ckpt_path)
     return trainer, nn.utils.parameters_to_vector(module.parameters()).detach()
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("ways", WAYS)
+@pytest.mark.parametrize("ways", ["averaged", "blocked", "blocked first", "never cleared"])
 def test_a_checkpoint_has_the_gradients(ways: str, devices: int, tmp_path: Path) -> None:
     """A run that goes on between the batches of a window ends with the same weights."""
-    saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
-    trainer, expected = fitted(ways, devices, callbacks=saving, enable_checkpointing=True)
+    trainer, expected = fitted(ways, devices, **saving_each_step(tmp_path))
     assert trainer.global_step == 3 * BATCHES
     for step in (1, 3, 7):
         _, weights = fitted(ways, devices, tmp_path / f"step={step}.ckpt")
@@ -83,7 +75,6 @@ def test_a_checkpoint_has_the_gradients(ways: str, devices: int, tmp_path: Path)
 
 def test_another_number_of_ranks(tmp_path: Path) -> None:
     """Gradients that two ranks have not averaged yet are averaged for a run on one."""
-    saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
-    _, expected = fitted("blocked first", 2, callbacks=saving, enable_checkpointing=True)
+    _, expected = fitted("blocked first", 2, **saving_each_step(tmp_path))
     _, weights = fitted("blocked first", 1, tmp_path / "step=4.ckpt")
     torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)

@@ -1,6 +1,7 @@
 """Mistakes between ranks: one error on every rank, before anything hangs."""
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,44 +17,49 @@ from tests.process.training_tasks import Regression, loader, quiet_trainer
 
 
 class Different(Regression):
-    """Rank 1 has something else than rank 0."""
+    """Is changed on rank 1."""
 
-    def __init__(self, what: str) -> None:
+    samples, loaders = 16, 1
+
+    def __init__(self, change: Callable[[Any], Any]) -> None:
         super().__init__()
-        self.what = what
-
-    @property
-    def differs(self) -> str:
-        """What this rank has of its own."""
-        return self.what if self.trainer.global_rank == 1 else ""
+        self.change = change
 
     def setup(self, stage: str) -> None:
-        if self.differs == "version":
-            rankwise.__version__ = "0.0.1"
-        if self.differs == "frozen":
-            self.net.requires_grad_(False)
+        if self.global_rank == 1:
+            self.change(self)
 
     def train_dataloader(self) -> Any:
-        return loader(20 if self.differs == "loader" else 16, 4)
+        return loader(self.samples, 4)
 
     def val_dataloader(self) -> Any:
-        return [loader(8, 4)] * (2 if self.differs == "loaders" else 1)
+        return [loader(8, 4)] * self.loaders
 
 
 @pytest.mark.parametrize(
-    ("what", "expected"),
+    ("change", "expected"),
     [
-        ("version", "the version of rankwise: "),
-        ("frozen", "'net.0.bias': float64, shape (7,) on global_rank 0; float64, shape (7,), frozen on"),
-        ("loader", "the training loader: 16 samples, 4 batches on global_rank 0; 20 samples, 5 batches on"),
-        ("loaders", "the number of validation loaders: 1 on global_rank 0; 2 on global_rank 1"),
+        (lambda _: setattr(rankwise, "__version__", "0.0.1"), "the version of rankwise: "),
+        (
+            lambda module: module.net.requires_grad_(False),
+            "'net.0.bias': float64, shape (7,) on global_rank 0; float64, shape (7,), frozen on",
+        ),
+        (
+            lambda module: setattr(module, "samples", 20),
+            "the training loader: 16 samples, 4 batches on global_rank 0; 20 samples, 5 batches on",
+        ),
+        (
+            lambda module: setattr(module, "loaders", 2),
+            "the number of validation loaders: 1 on global_rank 0; 2 on global_rank 1",
+        ),
     ],
+    ids=["version", "frozen", "loader", "loaders"],
 )
-def test_ranks_that_differ(what: str, expected: str) -> None:
+def test_ranks_that_differ(change: Callable[[Any], Any], expected: str) -> None:
     """Versions, frozen parameters and loaders are compared before the first step; every rank raises."""
     trainer = quiet_trainer(ddp("fork", grace_period_s=10.0), 2, max_epochs=1)
     with pytest.raises(WorkerRaisedError) as caught:
-        trainer.fit(Different(what))
+        trainer.fit(Different(change))
     assert caught.value.exception_type == "RankMismatchError"
     assert expected in str(caught.value)
     assert caught.value.consequences == ()
@@ -62,12 +68,10 @@ def test_ranks_that_differ(what: str, expected: str) -> None:
 SEED_DIFFERENTLY = """
 from rankwise import seed_everything
 from rankwise.ranks import rank_zero_only
-from tests.process.training_tasks import Regression, loader, quiet_trainer
+from tests.process.training_tasks import fit_one_step
 
 seed_everything(7 + rank_zero_only.rank)
-module = Regression()
-seed_everything(7 + rank_zero_only.rank)
-quiet_trainer("ddp", 2, max_epochs=1).fit(module, loader(16, 4))
+fit_one_step("ddp")
 """
 
 
@@ -80,35 +84,24 @@ def test_scripts_with_different_seeds(run_script: ScriptRunner) -> None:
     assert "seed_everything(1): each rank draws from a stream of its own" in result.stderr, result
 
 
-def gather_on_rank_zero(strategy: Strategy) -> str:
+def gather_on_rank_zero(strategy: Strategy) -> list[Any]:
     """Call a collective where rank 1 never comes; then where it does."""
-
-    @rank_zero_only
-    def only_here() -> None:
-        strategy.all_gather_object("mine")
-
     try:
-        only_here()
-    except LifecycleError as error:
-        return f"{error} {strategy.all_gather_object('all')}"
-    return str(strategy.all_gather_object("all"))
-
-
-@rank_zero_only
-def launch_from_rank_zero() -> dict[int, str]:
-    """Launch within such a function, before there is a job."""
-    strategy = ddp("fork")
-    strategy.launch(gather_on_rank_zero)
-    return strategy.results
+        rank_zero_only(strategy.all_gather_object)("mine")
+        error = "no error"
+    except LifecycleError as caught:
+        error = str(caught)
+    return [error, strategy.all_gather_object("all")]
 
 
 def test_a_collective_on_rank_zero_alone_is_refused() -> None:
     """It raises at once instead of waiting for the other ranks; a launch from there works."""
-    results = launch_from_rank_zero()
-    assert results is not None
-    assert "all_gather_object was called in state 'in a function that only rank zero runs'" in results[0]
-    assert results[0].endswith("['all', 'all']")
-    assert results[1] == "['all', 'all']"
+    strategy = ddp("fork")
+    rank_zero_only(strategy.launch)(gather_on_rank_zero)
+    error, found = strategy.results[0]
+    assert "all_gather_object was called in state 'in a function that only rank zero runs'" in error
+    assert found == ["all", "all"]
+    assert strategy.results[1] == ["no error", ["all", "all"]]
 
 
 class Normalizing(Regression):
@@ -120,16 +113,16 @@ class Normalizing(Regression):
 
 
 def test_a_last_batch_of_one_sample() -> None:
-    """BatchNorm's error says what to do; on several ranks it comes with other numbers of samples."""
-    quiet_trainer("single_device", 1, max_epochs=1).fit(Normalizing(), loader(14, 3))  # 3, 3, 3, 3, 2
+    """BatchNorm's error says what to do; on several ranks it comes with other numbers of samples.
+
+    On one process it is torch's own, with a note.
+    """
+    alone = quiet_trainer("single_device", 1, max_epochs=1)
+    alone.fit(Normalizing(), loader(14, 3))  # 3, 3, 3, 3, 2
+    with pytest.raises(ValueError, match="Expected more than 1 value") as on_one:
+        alone.fit(Normalizing(), loader(7, 3))
+    if sys.version_info >= (3, 11):
+        assert "drop_last=True" in on_one.value.__notes__[0]
     with pytest.raises(WorkerRaisedError, match=r"Fix: BatchNorm .*drop_last=True.* Or start from") as caught:
         quiet_trainer(ddp("fork"), 2, max_epochs=1).fit(Normalizing(), loader(14, 3))  # 3, 3, 1
     assert "Expected more than 1 value per channel" in str(caught.value)
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
-def test_a_last_batch_of_one_sample_on_one_process() -> None:
-    """The error stays torch's own, with a note."""
-    with pytest.raises(ValueError, match="Expected more than 1 value") as caught:
-        quiet_trainer("single_device", 1, max_epochs=1).fit(Normalizing(), loader(7, 3))
-    assert "drop_last=True" in getattr(caught.value, "__notes__", [""])[0]

@@ -56,17 +56,12 @@ class OwnData(IterableDataset[Any]):
 
 def trainer(**options: Any) -> Trainer:
     """Return a quiet trainer of one process."""
-    strategy = SingleDeviceStrategy(
-        accelerator="cpu", cluster_environment="local", gradient_weighting=options.pop("weighting", None)
-    )
-    return Trainer(
-        strategy=strategy,
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        **options,
-    )
+    strategy = alone(gradient_weighting=options.pop("weighting", None))
+    return quiet_trainer(strategy, 1, max_epochs=2, **options)
+
+
+def alone(**options: Any) -> SingleDeviceStrategy:
+    return SingleDeviceStrategy(accelerator="cpu", cluster_environment="local", **options)
 
 
 def fitted(module: TrainingModule, number: int, **options: Any) -> list[float]:
@@ -94,10 +89,10 @@ def iterated(number: int) -> list[float]:
 
 def communicated(number: int) -> list[Any]:
     """Return what the collectives of a strategy of one process return."""
-    strategy = SingleDeviceStrategy(accelerator="cpu", cluster_environment="local")
+    strategy = alone()
 
     def run(strategy: SingleDeviceStrategy) -> list[Any]:
-        own = torch.tensor(float(number))
+        own, sampler = torch.tensor(float(number)), strategy.distributed_sampler_kwargs
         with strategy.rank_zero_first():
             strategy.barrier()
             found = [
@@ -106,11 +101,10 @@ def communicated(number: int) -> list[Any]:
                 strategy.all_gather(own),
                 strategy.gather_all_tensors(own)[0],
             ]
-        more = [strategy.all_gather_object(number), strategy.gather_object(number)]
-        sampler = strategy.distributed_sampler_kwargs
         return [
             *map(float, found),
-            *more,
+            strategy.all_gather_object(number),
+            strategy.gather_object(number),
             strategy.broadcast(number),
             strategy.reduce_boolean_decision(number == 1),
             [sampler["num_replicas"], sampler["rank"]],
@@ -124,9 +118,7 @@ SCENARIOS: dict[str, Callable[[int], Any]] = {
     "fit": lambda number: fitted(Regression(), number),
     "fit, accumulating": lambda number: fitted(Regression(), number, accumulate_grad_batches=2),
     "fit by hand": lambda number: fitted(Manual(), number),
-    "fit with weights": lambda number: fitted(
-        Weighted(), number, weighting="logged", accumulate_grad_batches=2
-    ),
+    "fit with weights": lambda n: fitted(Weighted(), n, weighting="logged", accumulate_grad_batches=2),
     "fit, watching for NaN": lambda number: fitted(Regression(), number, on_nonfinite="raise"),
     "test and predict": evaluated,
     "iterable": iterated,
@@ -137,13 +129,11 @@ SCENARIOS: dict[str, Callable[[int], Any]] = {
 def all_scenarios(strategy: DDPStrategy) -> dict[str, Any]:
     """Run every scenario in this rank, in an order of its own; return what each found."""
     heartbeat.report_phase("before", step=3)
-    names = list(SCENARIOS) if strategy.is_global_zero else list(reversed(SCENARIOS))
+    names = SCENARIOS if strategy.is_global_zero else reversed(SCENARIOS)
     found = {name: SCENARIOS[name](strategy.global_rank) for name in names}
-    own = heartbeat.own_heartbeat()
-    assert own is not None
-    found["phase"] = own.where()
-    found["sum"] = float(strategy.all_reduce(torch.tensor(1.0), reduce_op="sum"))
-    return found
+    own: Any = heartbeat.own_heartbeat()
+    total = strategy.all_reduce(torch.tensor(1.0), reduce_op="sum")
+    return {**found, "phase": own.where(), "sum": float(total)}
 
 
 @pytest.fixture

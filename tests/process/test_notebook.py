@@ -17,7 +17,7 @@ from tests.helpers.processes import wait_until_gone
 need_installed("nbclient", "ipykernel")
 
 DEFINE = """
-import os, time, torch
+import time, torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from rankwise import StrategyRegistry, Trainer, TrainingModule
@@ -35,10 +35,12 @@ class Line(TrainingModule):
 
 data = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
 
+def create(max_epochs):
+    return Trainer(strategy="ddp_notebook", accelerator="cpu", devices=2, max_epochs=max_epochs, logger=False,
+                   enable_checkpointing=False)
+
 def train():
-    trainer = Trainer(strategy="ddp_notebook", accelerator="cpu", devices=2, max_epochs=1, logger=False,
-                      enable_checkpointing=False, enable_progress_bar=False)
-    module = Line()
+    trainer, module = create(1), Line()
     before = module.layer.weight.detach().clone()
     trainer.fit(module, data)
     print("steps", trainer.global_step, "changed", not torch.equal(before, module.layer.weight))
@@ -72,9 +74,7 @@ class Slow(Line):
         time.sleep(0.02)
         return super().training_step(batch, batch_idx)
 
-trainer = Trainer(strategy="ddp_notebook", accelerator="cpu", devices=2, max_epochs=1000, logger=False,
-                  enable_checkpointing=False)
-module = Slow()
+trainer, module = create(1000), Slow()
 trainer.fit(module, data)
 """
 
@@ -107,9 +107,7 @@ class Kernel:
         from nbclient import NotebookClient
 
         self._new_cell: Callable[[str], Any] = nbformat.v4.new_code_cell
-        self.notebook: Any = nbformat.from_dict(
-            {"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
-        )
+        self.notebook: Any = nbformat.v4.new_notebook()
         self.client: Any = NotebookClient(
             self.notebook, kernel_name="python3", allow_errors=True, timeout=60, interrupt_on_timeout=False
         )

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -14,7 +13,8 @@ from rankwise.errors import WorkerRaisedError
 from rankwise.precision import MasterWeightsPrecision, MixedPrecision, Precision, create_precision
 from rankwise.testing import run_distributed
 from tests.helpers.shared import computed_once
-from tests.process.training_tasks import Regression, loader, quiet_trainer
+from tests.process.helpers import count_calls
+from tests.process.training_tasks import Regression, loader, trainer_on
 
 NAMES = ("32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "16-master", "bf16-master")
 BAD_STEP = 2
@@ -62,59 +62,30 @@ def train(strategy: DDPStrategy, name: str) -> dict[str, Any]:
     return {"skipped": skipped, "norms": norms, "largest": largest, "weights": weights}
 
 
-def train_in_all(strategy: DDPStrategy) -> dict[str, Any]:
-    """Train in every precision, one after the other."""
-    return {name: train(strategy, name) for name in NAMES}
-
-
 @pytest.fixture
 @computed_once
 def by_rank() -> list[dict[str, Any]]:
     """Return what each of two ranks recorded, by precision."""
-    return run_distributed(train_in_all)
+    return run_distributed(lambda strategy: {name: train(strategy, name) for name in NAMES})
 
 
-def check(one: dict[str, Any], other: dict[str, Any], *, is_scaled: bool) -> None:
-    """Weights and norms are the same on both ranks, and both skipped the bad step, where one is."""
+@pytest.mark.quick
+@pytest.mark.parametrize("name", NAMES)
+def test_two_ranks_train_alike(name: str, by_rank: list[dict[str, Any]]) -> None:
+    """Weights and norms are equal on ranks that began with different ones; both skip what overflows on one.
+
+    In native AMP, in one format for everything, and with 32-bit master weights. The largest gradient, in true
+    size, is what clipping by the infinity norm leaves.
+    """
+    one, other = (seen[name] for seen in by_rank)
     assert torch.equal(one["weights"], other["weights"])
     assert one["weights"].isfinite().all()
-    assert one["skipped"] == other["skipped"] == [step == BAD_STEP and is_scaled for step in range(5)]
-    good = [step for step in range(5) if not one["skipped"][step]]
+    skipped = [step == BAD_STEP and name in ("16-mixed", "16-master") for step in range(5)]
+    assert one["skipped"] == other["skipped"] == skipped
+    good = [step for step in range(5) if not skipped[step]]
     assert [one["norms"][step] for step in good] == [other["norms"][step] for step in good]
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("name", ["16-mixed", "bf16-mixed"])
-def test_native_amp(name: str, by_rank: list[dict[str, Any]]) -> None:
-    """Autocast on two ranks; with float16 an overflow on one of them makes both skip."""
-    check(*(seen[name] for seen in by_rank), is_scaled=name == "16-mixed")
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("name", ["16-true", "bf16-true", "32-true", "64-true"])
-def test_true_formats(name: str, by_rank: list[dict[str, Any]]) -> None:
-    """Everything in one format, on two ranks."""
-    check(*(seen[name] for seen in by_rank), is_scaled=False)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("name", ["16-master", "bf16-master"])
-def test_apex_o2_master_weights(name: str, by_rank: list[dict[str, Any]]) -> None:
-    """16-bit weights with 32-bit copies are the same on two ranks that began with different ones."""
-    check(*(seen[name] for seen in by_rank), is_scaled=name == "16-master")
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("name", ["16-mixed", "16-master", "bf16-master"])
-def test_clip_gradients_unscaled_on_master_weights_with_inf_norm(
-    name: str, by_rank: list[dict[str, Any]]
-) -> None:
-    """The largest gradient, in true size, is what clipping by the infinity norm leaves, on both ranks."""
-    for seen in by_rank:
-        largest = [
-            value for step, value in enumerate(seen[name]["largest"]) if not seen[name]["skipped"][step]
-        ]
-        assert max(largest) == pytest.approx(LIMIT, rel=1e-3)
+    for seen in (one, other):
+        assert max(seen["largest"][step] for step in good) == pytest.approx(LIMIT, rel=1e-3)
 
 
 class WithoutLearning(Precision):
@@ -129,7 +100,7 @@ class WithoutLearning(Precision):
 @pytest.mark.quick
 def test_configure_apex_is_precision_configure() -> None:
     """An override of `Precision.configure` changes module and optimizers on every rank."""
-    trainer, module = quiet_trainer("ddp_fork", 2, max_epochs=1, plugins=[WithoutLearning()]), Regression()
+    trainer, module = trainer_on(2, max_epochs=1, plugins=[WithoutLearning()]), Regression()
     trainer.fit(module, loader(24, 4))
     assert trainer.global_step == 3
     pairs = zip(module.parameters(), Regression().parameters(), strict=True)
@@ -148,12 +119,8 @@ def test_gradients_that_differ_are_agreed() -> None:
 class Spoilt(Regression):
     """The loss of one rank becomes NaN in one batch; counts the batches whose step changed the weights."""
 
-    moved: Tensor
+    moved = 0
     before: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("moved", torch.zeros((), dtype=torch.long))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -161,26 +128,23 @@ class Spoilt(Regression):
         return loss * float("nan") if batch_idx == 1 and self.global_rank == 1 else loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.moved.add_(int(not torch.equal(self.before, next(self.net.parameters()))))
+        self.moved += not torch.equal(self.before, next(self.net.parameters()))
 
 
 @pytest.mark.quick
 def test_nan_on_one_rank_raises_on_all() -> None:
     """`on_nonfinite="raise"` ends the job with the step and the rank whose loss it was."""
-    trainer = quiet_trainer("ddp_fork", 2, max_epochs=1, on_nonfinite="raise")
-    with pytest.raises(
-        WorkerRaisedError, match=r"NonFiniteLossError: .*batch 1\): on global_rank 1 of 2"
-    ) as caught:
-        trainer.fit(Spoilt(), loader(24, 4))
+    text = r"NonFiniteLossError: .*batch 1\): on global_rank 1 of 2"
+    with pytest.raises(WorkerRaisedError, match=text) as caught:
+        trainer_on(2, max_epochs=1, on_nonfinite="raise").fit(Spoilt(), loader(24, 4))
     assert caught.value.exception_type.endswith("NonFiniteLossError")
 
 
 def test_nan_on_one_rank_is_skipped_on_all() -> None:
     """`on_nonfinite="skip"`: the weights of both ranks move in every step but that one."""
-    trainer = quiet_trainer("ddp_fork", 2, max_epochs=1, on_nonfinite="skip")
-    module = Spoilt()
+    trainer, module = trainer_on(2, max_epochs=1, on_nonfinite="skip"), Spoilt()
     trainer.fit(module, loader(24, 4))
-    assert (trainer.global_step, int(module.moved)) == (3, 2)
+    assert (trainer.global_step, module.moved) == (3, 2)
     assert all(parameter.isfinite().all() for parameter in module.parameters())
 
 
@@ -188,44 +152,32 @@ COUNTED = ("all_reduce", "all_gather", "all_gather_object", "broadcast_object_li
 
 
 class Counted(Regression):
-    """Returns the number of collectives that this process has called, by name."""
+    """Returns the number of collectives that this process has called."""
 
-    collectives: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("collectives", torch.zeros((), dtype=torch.long))
+    collectives = 0
 
     def on_train_end(self) -> None:
-        self.collectives.fill_(sum(CALLS))
+        self.collectives = len(CALLS)
 
 
-CALLS: list[int] = []
+CALLS: list[str] = []
 
 
 def test_judging_costs_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     """With `on_nonfinite` a healthy run calls as many collectives as without."""
-    for name in COUNTED:
-        plain = getattr(dist, name)
-
-        def counting(*args: Any, plain: Any = plain, **kwargs: Any) -> Any:
-            CALLS.append(1)
-            return plain(*args, **kwargs)
-
-        monkeypatch.setattr(dist, name, counting)
+    count_calls(monkeypatch, CALLS, *COUNTED)
     found = []
     for policy in (None, "raise"):
         module = Counted()
-        quiet_trainer("ddp_fork", 2, max_epochs=2, on_nonfinite=policy).fit(module, loader(24, 4))
-        found.append(int(module.collectives))
+        trainer_on(2, max_epochs=2, on_nonfinite=policy).fit(module, loader(24, 4))
+        found.append(module.collectives)
     assert found[0] == found[1] > 0
 
 
 def test_scale_comes_back_and_goes_on() -> None:
     """After a fit in other processes the caller has the loss scale's state, and the next fit uses it."""
     precision = MixedPrecision("16-mixed", init_scale=64.0)
-    trainer = quiet_trainer("ddp_fork", 2, max_epochs=1, plugins=[precision])
-    module = Regression()
+    trainer, module = trainer_on(2, max_epochs=1, plugins=[precision]), Regression()
     for epochs in (1, 2):
         trainer.max_epochs = epochs
         trainer.fit(module, loader(24, 4))

@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 
-from rankwise import Trainer, TrainingModule, seed_everything
-from rankwise.callbacks import Callback, ModelCheckpoint
-from tests.helpers.shared import computed_once
-from tests.process.helpers import ddp
-from tests.process.training_tasks import quiet_trainer
+from rankwise import TrainingModule, seed_everything
+from rankwise.callbacks import Callback
+from tests.process.training_tasks import saving_each_step, trainer_on
 
 STEP_HOOKS = (
     "on_train_start",
@@ -42,7 +40,7 @@ def draws() -> list[float]:
 
 
 class NoisySGD(torch.optim.SGD):
-    """Adds noise after each step; notes what it has drawn."""
+    """Draws after each step; notes what it has drawn."""
 
     def __init__(self, *arguments: Any, noted: list[Any], **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -54,23 +52,50 @@ class NoisySGD(torch.optim.SGD):
         return loss
 
 
-class Drawing(TrainingModule):
+class Line(TrainingModule):
+    """Gathers what each rank has noted; by default its weights."""
+
+    gathered: list[Any]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 9)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.layer(batch[0]).square().mean()
+        return loss
+
+    def on_train_end(self) -> None:
+        self.gathered = self.trainer.strategy.all_gather_object(self.noted())
+
+    def noted(self) -> Any:
+        return self.layer.weight.tolist()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Drawing(Line):
     """Draws random numbers in every hook, and in the steps; both are noted apart."""
 
     def __init__(self, is_manual: bool = False) -> None:
         super().__init__()
-        self.layer = nn.Linear(1, 1)
         self.automatic_optimization = not is_manual
         self.shared: list[tuple[str, list[float]]] = []
         self.own: list[list[float]] = []
         self.layer.weight.register_hook(self.draw_for_gradient)
+
+    def noted(self) -> Any:
+        callback: Any = self.trainer.callbacks[0]
+        own = {"shared": self.shared, "own": self.own, "callback": callback.drawn}
+        return {**own, "weights": super().noted()}
 
     def draw_for_gradient(self, gradient: Tensor) -> None:
         self.shared.append(("tensor hook", draws()))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.own.append(draws())
-        loss: Tensor = self.layer(batch[0]).mean()
+        loss = super().training_step(batch, batch_idx)
         if not self.automatic_optimization:
             optimizer: Any = self.optimizers()
             optimizer.zero_grad()
@@ -82,13 +107,11 @@ class Drawing(TrainingModule):
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.own.append(draws())
 
-    def on_validation_batch_end(
-        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
+    def on_validation_batch_end(self, *arguments: Any) -> None:
         draws()  # on ranks with different numbers of batches
 
     def configure_optimizers(self) -> Any:
-        return NoisySGD(self.parameters(), lr=0.1, noted=self.shared)
+        return NoisySGD(self.parameters(), lr=0.01, noted=self.shared)
 
 
 class DrawingInMore(Drawing):
@@ -139,33 +162,17 @@ class DrawingCallback(Callback):
         self.drawn.append(draws())
 
 
-class Gathering(Callback):
-    """Gathers what each rank has drawn."""
-
-    def __init__(self) -> None:
-        self.found: list[Any] = []
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        own = {"shared": module.shared, "own": module.own, "callback": trainer.callbacks[1].drawn}
-        own["weights"] = module.layer.weight.tolist()
-        self.found = trainer.strategy.all_gather_object(own)
+def data(samples: int, batch_size: int = 2) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(float(samples))[:, None]), batch_size)
 
 
-def data() -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """Return loaders of training, and of validation with another number of batches on each rank."""
-    numbers = TensorDataset(torch.arange(12.0)[:, None])
-    return DataLoader(numbers, 2), DataLoader(TensorDataset(torch.arange(3.0)[:, None]), 1)
-
-
-def trained(module: Drawing, world_size: int = 2, path: Any = None, **options: Any) -> list[Any]:
-    """Train two epochs; return what each rank has drawn."""
+def trained(module: Drawing, path: Any = None, callbacks: Any = None, **options: Any) -> list[Any]:
+    """Train two epochs; return what each of two ranks has drawn."""
     seed_everything(1)
-    gathering = Gathering()
-    options["callbacks"] = [gathering, DrawingCallback(), *options.pop("callbacks", [])]
-    strategy = "single_device" if world_size == 1 else ddp("fork", devices=world_size)
-    trainer: Trainer = quiet_trainer(strategy, world_size, max_epochs=2, num_sanity_val_steps=0, **options)
-    trainer.fit(module, *data(), ckpt_path=path)
-    return gathering.found
+    callbacks = [DrawingCallback(), *filter(None, [callbacks])]
+    trainer = trainer_on(2, max_epochs=2, num_sanity_val_steps=0, callbacks=callbacks, **options)
+    trainer.fit(module, data(12), data(3, 1), ckpt_path=path)  # validation: other numbers of batches
+    return module.gathered
 
 
 KINDS: dict[str, Callable[[], Drawing]] = {
@@ -175,42 +182,23 @@ KINDS: dict[str, Callable[[], Drawing]] = {
 }
 
 
-@pytest.fixture(params=list(KINDS))
-@computed_once
-def drawn(request: Any) -> list[Any]:
-    """What two ranks have drawn."""
-    return trained(KINDS[request.param]())
-
-
 @pytest.mark.quick
-def test_hooks_and_optimizers_draw_the_same_on_all_ranks(drawn: list[Any]) -> None:
-    """Also after one rank has drawn more, and ranks have validated different numbers of batches."""
-    first, second = drawn
-    assert first["shared"] == second["shared"]
-    assert first["callback"] == second["callback"]
-    assert first["weights"] == second["weights"]
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_and_optimizers_draw_the_same_on_all_ranks(kind: str) -> None:
+    """Also after one rank drew more, and validated other batches; steps draw each rank's own, all are new."""
+    first, second = trained(KINDS[kind]())
+    for what in ("shared", "callback", "weights"):
+        assert first[what] == second[what]
     assert len(first["shared"]) > 40
-
-
-@pytest.mark.quick
-def test_steps_draw_each_ranks_own(drawn: list[Any]) -> None:
-    """Training and validation steps of no two ranks draw the same numbers."""
-    first, second = drawn
     assert not [numbers for numbers in first["own"] if numbers in second["own"]]
-
-
-@pytest.mark.quick
-def test_no_number_is_drawn_twice(drawn: list[Any]) -> None:
-    """Each call of a hook and each step draws new numbers."""
-    numbers = [tuple(each) for _, each in drawn[0]["shared"]] + [tuple(each) for each in drawn[0]["own"]]
+    numbers = [tuple(each) for each in [*(drawn for _, drawn in first["shared"]), *first["own"]]]
     assert len(set(numbers)) == len(numbers)
 
 
 @pytest.mark.parametrize("kind", [Drawing, DrawingInMore])
 def test_a_run_that_resumes_draws_the_same(kind: type[Drawing], tmp_path: Path) -> None:
     """A run that resumes within an epoch draws what the whole run draws, in hooks and in steps."""
-    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-    whole = trained(kind(), callbacks=[saving], enable_checkpointing=True)
+    whole = trained(kind(), **saving_each_step(tmp_path))
     rest = trained(kind(), path=tmp_path / "step=2.ckpt")
     for before, after in zip(whole, rest, strict=True):
         assert after["weights"] == before["weights"]
@@ -220,12 +208,11 @@ def test_a_run_that_resumes_draws_the_same(kind: type[Drawing], tmp_path: Path) 
         assert after["shared"][-20:] == shared[-20:]
 
 
-class OwnNumbers(TrainingModule):
+class OwnNumbers(Line):
     """Draws in hooks and in steps, of one process."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(1, 1)
         self.drawn: list[float] = []
 
     def on_train_start(self) -> None:
@@ -236,39 +223,30 @@ class OwnNumbers(TrainingModule):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.drawn.append(float(torch.rand(())))
-        loss: Tensor = self.layer(batch[0]).mean()
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return super().training_step(batch, batch_idx)
 
 
 @pytest.mark.quick
 def test_one_process_has_one_stream() -> None:
     """In one process hooks and steps draw from the program's generators, in order."""
     module = OwnNumbers()
-    quiet_trainer("single_device", 1, max_steps=3).fit(module, data()[0])
+    trainer_on(1, max_steps=3).fit(module, data(12))
     generator = torch.Generator().manual_seed(7)
     assert module.drawn == [float(torch.rand((), generator=generator)) for _ in range(6)]
 
 
-class ChangingWeights(TrainingModule):
+class ChangingWeights(Line):
     """Changes its weights by random numbers: `kind` says where."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.net = nn.Linear(3, 3)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = (self.net(batch[0].expand(-1, 3)) - 1).pow(2).mean()
-        return loss
 
     def on_train_epoch_start(self) -> None:
         if self.kind == "reset" and self.current_epoch == 1:
-            self.net.reset_parameters()
+            self.layer.reset_parameters()
         if self.kind == "pruning" and self.current_epoch == 0:
-            prune.random_unstructured(self.net, "weight", 0.5)
+            prune.random_unstructured(self.layer, "weight", 0.5)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for parameter in self.parameters() if self.kind == "gradient noise" else ():
@@ -276,7 +254,7 @@ class ChangingWeights(TrainingModule):
                 parameter.grad.add_(torch.randn_like(parameter))
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        optimizer = super().configure_optimizers()
         if self.kind == "optimizer hook":
             optimizer.register_step_post_hook(add_noise)
         return optimizer
@@ -289,31 +267,18 @@ def add_noise(optimizer: Any, *arguments: Any) -> None:
         parameter.add_(torch.randn_like(parameter))
 
 
-class Weights(Callback):
-    """Gathers each rank's weights."""
-
-    def __init__(self) -> None:
-        self.found: list[Any] = []
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        self.found = trainer.strategy.all_gather_object(module.net.weight.tolist())
-
-
 @pytest.mark.parametrize("kind", ["reset", "pruning", "gradient noise", "optimizer hook"])
 def test_weights_stay_the_same_on_all_ranks(kind: str) -> None:
     """Weights that hooks change by random numbers are the same on three ranks."""
-    weights = Weights()
-    trainer = quiet_trainer(ddp("fork", devices=3), 3, max_epochs=2, callbacks=[weights])
-    trainer.fit(ChangingWeights(kind), DataLoader(TensorDataset(torch.rand(12, 1)), 2))
-    assert weights.found[0] == weights.found[1] == weights.found[2]
+    module = ChangingWeights(kind)
+    trainer_on(3, max_epochs=2).fit(module, data(12))
+    assert module.gathered == [module.gathered[0]] * 3
 
 
-class Preparing(ChangingWeights):
+class Preparing(Line):
     """Draws where only one process does, and then on each rank."""
 
-    def __init__(self) -> None:
-        super().__init__("")
-        self.drawn = 0.0
+    drawn = 0.0
 
     def prepare_data(self) -> None:
         draws()
@@ -321,9 +286,8 @@ class Preparing(ChangingWeights):
     def setup(self, stage: str) -> None:
         self.drawn = float(torch.rand(()))
 
-    def on_train_end(self) -> None:
-        assert self.trainer is not None
-        assert len(set(self.trainer.strategy.all_gather_object(self.drawn))) == 1
+    def noted(self) -> float:
+        return self.drawn
 
 
 def test_what_is_drawn_to_prepare_data() -> None:
@@ -332,9 +296,6 @@ def test_what_is_drawn_to_prepare_data() -> None:
     for world_size in (1, 2):
         torch.manual_seed(5)
         module = Preparing()
-        strategy: Any = "single_device" if world_size == 1 else ddp("fork")
-        quiet_trainer(strategy, world_size, max_epochs=1).fit(
-            module, DataLoader(TensorDataset(torch.rand(8, 1)), 2)
-        )
-        found.append(module.drawn)
-    assert found[0] == found[1]
+        trainer_on(world_size, max_epochs=1).fit(module, data(8))
+        found += module.gathered
+    assert found == [found[0]] * 3

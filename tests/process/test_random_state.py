@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rankwise import Trainer
-from tests.process.helpers import ddp
-from tests.process.training_tasks import Regression, loader, quiet_trainer
+from tests.process.training_tasks import Regression, loader, trainer_on
 
 
 class Dropping(Regression):
@@ -22,18 +20,12 @@ class Dropping(Regression):
         return prediction
 
 
-def trainer_of(world_size: int) -> Trainer:
-    """Return a Trainer on so many ranks."""
-    return quiet_trainer("single_device" if world_size == 1 else ddp("fork"), world_size, max_epochs=1)
-
-
 def drawn_after_stages(world_size: int) -> list[Any]:
     """Draw a number after each stage."""
-    trainer, module = trainer_of(world_size), Dropping()
+    trainer, module = trainer_on(world_size, max_epochs=1), Dropping()
     torch.manual_seed(5)
-    drawn = []
     trainer.fit(module, loader(12, 2, shuffle=True), loader(6, 2))
-    drawn.append(float(torch.rand(())))
+    drawn = [float(torch.rand(()))]
     for stage in (trainer.validate, trainer.test, trainer.predict):
         stage(module, loader(6, 2))
         drawn.append(float(torch.rand(())))
@@ -51,7 +43,7 @@ def test_splits_of_data_do_not_depend_on_the_number_of_ranks() -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_each_prediction_draws_new_numbers(world_size: int) -> None:
     """Dropout in prediction differs between calls, and between the ranks."""
-    trainer, module = trainer_of(world_size), Dropping()
+    trainer, module = trainer_on(world_size, max_epochs=1), Dropping()
     found = [torch.cat(trainer.predict(module, loader(4, 2))) for _ in range(2)]
     assert not torch.equal(found[0], found[1])
     assert not torch.equal(found[0][:2], found[0][2:])  # two batches, of one rank each

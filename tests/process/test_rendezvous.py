@@ -2,6 +2,7 @@
 
 import socket
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -12,14 +13,8 @@ from rankwise.environments import PlainEnvironment, detect_environment
 from rankwise.errors import ProcessGroupError, RendezvousTimeoutError
 from rankwise.lightning.utilities import init_dist_connection
 from rankwise.process_group import all_reduce, init_process_group, join_process_group
-from rankwise.ranks import rank_zero_only
+from rankwise.ranks import RankInfo, rank_zero_only
 from tests.process.helpers import ddp
-
-
-def second_of_two(port: int) -> PlainEnvironment:
-    """Return the environment of a rank whose rank 0 should be at `port`."""
-    values = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
-    return PlainEnvironment({**values, "MASTER_PORT": str(port)})
 
 
 def test_nobody_at_the_main_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,57 +23,29 @@ def test_nobody_at_the_main_address(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    strategy = DDPStrategy(cluster_environment=second_of_two(port), devices=2, init_timeout=1)
+    values = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    environment = PlainEnvironment({**values, "MASTER_PORT": str(port)})
+    strategy = DDPStrategy(cluster_environment=environment, devices=2, init_timeout=1)
     with pytest.raises(RendezvousTimeoutError, match=f"127.0.0.1:{port}"):
-        strategy.launch(world_size)
+        strategy.launch(lambda _: None)
 
 
-def world_size(strategy: Strategy) -> int:
-    """Return the group's size."""
-    return dist.get_world_size()
-
-
-def in_a_group_of_one(strategy: Strategy, world: int) -> int:
-    """Make a group, then let another strategy use it, which asks for `world` ranks."""
+def in_a_group_of_one(strategy: Strategy) -> None:
+    """Make a group, and join it as the only rank, and as one of two."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    join = partial(join_process_group, dist.HashStore(), backend="gloo", device=torch.device("cpu"))
     try:
-        environment = PlainEnvironment(
-            {
-                "RANK": "0",
-                "LOCAL_RANK": "0",
-                "WORLD_SIZE": str(world),
-                "MASTER_ADDR": "localhost",
-                "MASTER_PORT": "1",
-            }
-        )
-        inner = DDPStrategy(cluster_environment=environment)
-        inner.bind()
-        join_process_group(
-            dist.HashStore(),
-            inner.ranks,
-            "gloo",
-            torch.device("cpu"),
-            timeout=timedelta(seconds=5),
-            init_timeout=timedelta(seconds=5),
-        )
-        return dist.get_world_size()
+        join(RankInfo(0, 0, 0, 1, 1, 1), timeout=timedelta(seconds=5))
+        assert dist.get_world_size() == 1
+        with pytest.raises(ProcessGroupError, match=r"rank 0 of 1\b.* global_rank 0 of 2\b"):
+            join(RankInfo(0, 0, 0, 2, 2, 1), timeout=timedelta(seconds=5))
     finally:
         dist.destroy_process_group()
 
 
-def test_a_group_that_fits_is_used() -> None:
-    """A default group with the same ranks and back end is used."""
-    strategy = DDPStrategy(start_method="fork", devices=1)
-    assert strategy.launch(in_a_group_of_one, 1, init_process_group=False) == 1
-
-
-def test_a_group_that_does_not_fit_is_refused() -> None:
-    """A default group with another size is an error with both sizes."""
-    strategy = DDPStrategy(start_method="fork", devices=1)
-    with pytest.raises(RuntimeError, match=ProcessGroupError.__name__) as caught:
-        strategy.launch(in_a_group_of_one, 2, init_process_group=False)
-    assert "rank 0 of 1" in str(caught.value)
-    assert "global_rank 0 of 2" in str(caught.value)
+def test_a_group_that_exists() -> None:
+    """A default group with the same ranks and back end is used; another size is an error with both sizes."""
+    DDPStrategy(start_method="fork", devices=1).launch(in_a_group_of_one, init_process_group=False)
 
 
 def connect_by_hand(strategy: DDPStrategy) -> float:

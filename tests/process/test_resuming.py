@@ -57,28 +57,27 @@ WITHOUT_COMPLEX = pytest.mark.skipif(
 )
 def test_it_goes_on_to_the_bit(weighting: str | None, module: type[Net], tmp_path: Path) -> None:
     """A run with logged weights, or with sparse and complex gradients, ends the same if it stopped."""
+    options = {"gradient_weighting": weighting}
+    resumed, whole = resumed_and_whole(tmp_path, module, 3, options)
+    assert resumed == whole
 
-    def run(folder: str, max_epochs: int) -> dict[str, Any]:
-        weighing = strategy(3, gradient_weighting=weighting)
-        return everything(train(weighing, tmp_path / folder, seed=3, max_epochs=max_epochs, module=module()))
 
-    run("parts", 1)
-    assert run("parts", 2) == run("whole", 2)
+def resumed_and_whole(
+    folder: Path, module: type[Net], devices: int, options: dict[str, Any], **arguments: Any
+) -> list[dict[str, Any]]:
+    """Train two epochs, with a stop between them, and without."""
+    found = []
+    for part, epochs in (("parts", 1), ("parts", 2), ("whole", 2)):
+        arguments |= {"module": module(), "max_epochs": epochs}
+        found.append(everything(train(strategy(devices, **options), folder / part, seed=3, **arguments)))
+    return found[1:]
 
 
 @pytest.mark.parametrize("devices", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_a_static_graph_goes_on(devices: int, tmp_path: Path) -> None:
     """Two ranks end with the same bits; three, whose first buckets are others, with the same numbers."""
-
-    def run(folder: str, max_epochs: int) -> dict[str, Any]:
-        static = strategy(devices, static_graph=True)
-        module = Descending()
-        return everything(
-            train(static, tmp_path / folder, seed=3, max_epochs=max_epochs, accumulate=3, module=module)
-        )
-
-    run("parts", 1)
-    resumed, whole = run("parts", 2), run("whole", 2)
+    options = {"static_graph": True}
+    resumed, whole = resumed_and_whole(tmp_path, Descending, devices, options, accumulate=3)
     assert resumed == whole or devices == 3
     for name, values in whole["weights"].items():
         torch.testing.assert_close(torch.tensor(resumed["weights"][name]), torch.tensor(values))

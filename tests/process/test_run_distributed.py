@@ -40,11 +40,8 @@ def place_and_sum(strategy: Strategy, number: int) -> tuple[int, int]:
 )
 def test_values(start_method: str) -> None:
     """The values of all ranks are returned in rank order."""
-    assert run_distributed(place_and_sum, 5, world_size=3, start_method=start_method) == [
-        (0, 15),
-        (1, 15),
-        (2, 15),
-    ]
+    found = run_distributed(place_and_sum, 5, world_size=3, start_method=start_method)
+    assert found == [(rank, 15) for rank in range(3)]
 
 
 def fail(strategy: Strategy, how: str) -> None:
@@ -72,9 +69,8 @@ def test_failure(how: str, error: type[WorkerError]) -> None:
 def test_hang(capfd: pytest.CaptureFixture[str]) -> None:
     """A job that takes too long is ended at its limit, with the stacks of all ranks."""
     began_s = time.monotonic()
-    with pytest.raises(
-        WorkerTimedOutError, match=r"had not ended 1\.5 s after the job had begun, its time limit"
-    ):
+    text = r"had not ended 1\.5 s after the job had begun, its time limit"
+    with pytest.raises(WorkerTimedOutError, match=text):
         run_distributed(hang, timeout=1.5)
     assert time.monotonic() - began_s < 20
     stacks = capfd.readouterr().err.split("stacks of global_rank=")[1:]
@@ -139,22 +135,6 @@ def test_marked(rank_strategy: DDPStrategy, tmp_path: Path) -> None:
     """A test with the marker runs on every rank, with the values of its fixtures."""
     assert dist.get_world_size() == rank_strategy.world_size == 2
     assert rank_strategy.all_gather_object(str(tmp_path)) == [str(tmp_path)] * 2
-
-
-@pytest.mark.distributed(world_size=3)
-@pytest.mark.parametrize("number", [4])
-def test_marked_with_parameters(number: int) -> None:
-    """So does one with parameters, on as many ranks as the marker says."""
-    total = torch.tensor(number)
-    dist.all_reduce(total)
-    assert total == 3 * number
-
-
-@pytest.mark.distributed
-@pytest.mark.xfail(raises=ZeroDivisionError, strict=True)
-def test_marked_and_expected_to_fail() -> None:
-    """The exception of a rank is the test's."""
-    1 / dist.get_rank()
 
 
 @pytest.mark.quick

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler, WeightedRandomS
 from rankwise import DDPForkStrategy, TrainingModule, seed_everything
 from rankwise.callbacks import LambdaCallback
 from rankwise.errors import WorkerRaisedError
-from tests.process.training_tasks import quiet_trainer
+from tests.process.training_tasks import quiet_trainer, trainer_on
 
 SAMPLES = 24
 _UNREACHABLE = random.Random()  # no attribute of a sampler
@@ -90,10 +90,10 @@ class Reader(TrainingModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def trainer_on(devices: int, **options: Any) -> Any:
+def seeded(devices: int, **options: Any) -> Any:
     """Return a trainer on that many forked ranks, or in this process; both from the same seed."""
     seed_everything(4)
-    return quiet_trainer("ddp_fork" if devices > 1 else "single_device", devices, max_epochs=2, **options)
+    return trainer_on(devices, max_epochs=2, **options)
 
 
 def steps(module: Reader) -> list[list[float]]:
@@ -105,7 +105,7 @@ def steps(module: Reader) -> list[list[float]]:
 def test_an_unseeded_generator_of_numpy() -> None:
     """Two ranks whose sampler has a NumPy generator see each sample once in each epoch, in a new order."""
     module = Reader()
-    trainer_on(2).fit(module)
+    seeded(2).fit(module)
     first, second = steps(module)[:6], steps(module)[6:]
     assert sorted(chain(*first)) == sorted(chain(*second)) == list(range(SAMPLES))
     assert first != second
@@ -131,8 +131,7 @@ def test_two_ranks_sample_as_one_process(make: Any) -> None:
     found = []
     for devices in (1, 2):
         module = Reader(make)
-        limits = {f"limit_{stage}_batches": 4 for stage in ("train", "test", "predict")}
-        trainer = trainer_on(devices, **limits)
+        trainer = seeded(devices, limit_train_batches=4, limit_test_batches=4, limit_predict_batches=4)
         trainer.fit(module)
         tested = [trainer.test(module)[0]["sum"] for _ in range(2)]
         predicted = [torch.cat(trainer.predict(module)).tolist() for _ in range(2)]
@@ -144,7 +143,7 @@ def test_two_ranks_sample_as_one_process(make: Any) -> None:
 def test_orders_that_differ(stage: str) -> None:
     """Where ranks draw different orders nevertheless, all raise, and none trains on a part of the data."""
     with pytest.raises(WorkerRaisedError, match=r"what the sampler of \w+ loader 0 draws"):
-        getattr(trainer_on(2), stage)(Reader(Unseeded))
+        getattr(seeded(2), stage)(Reader(Unseeded))
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
@@ -156,7 +155,7 @@ def test_orders_that_a_callback_changes(ranks: tuple[int, ...]) -> None:
             module.sampler.order.reverse()
 
     module = Reader(Follower, list(range(SAMPLES)))
-    trainer = trainer_on(2, callbacks=LambdaCallback(on_train_epoch_start=reverse))
+    trainer = seeded(2, callbacks=LambdaCallback(on_train_epoch_start=reverse))
     if len(ranks) == 1:
         with pytest.raises(WorkerRaisedError, match="what the sampler of training loader 0 draws"):
             trainer.fit(module)
@@ -201,7 +200,7 @@ def test_random_samplers_without_length(passes: int) -> None:
     found = []
     for devices in (1, 2, 3):
         module = Streaming(Unsized, passes)
-        trainer_on(devices, limit_train_batches=3).fit(module)
+        seeded(devices, limit_train_batches=3).fit(module)
         found.append(steps(module))
     assert found[0] == found[1] == found[2]
     assert len(found[0]) == len({tuple(step) for step in found[0]}) == 6

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from rankwise import DDPStrategy, Trainer, TrainingModule
-from rankwise.callbacks import Callback
+from rankwise.callbacks import Callback, ModelCheckpoint
 
 FEATURES = 5
 
@@ -116,6 +116,18 @@ def quiet_trainer(strategy: Any, devices: int | str, **arguments: Any) -> Traine
         "accelerator": "cpu",
     }
     return Trainer(strategy=strategy, devices=devices, **{**quiet, **arguments})
+
+
+def trainer_on(world_size: int, **arguments: Any) -> Trainer:
+    """Return such a Trainer on that many forked ranks, or in this process."""
+    strategy = "ddp_fork" if world_size > 1 else "single_device"
+    return quiet_trainer(strategy, world_size, **arguments)
+
+
+def saving_each_step(folder: Path) -> dict[str, Any]:
+    """Return the options of a Trainer that saves `step=N.ckpt` after each step."""
+    saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
+    return {"callbacks": saving, "enable_checkpointing": True}
 
 
 def fit_one_step(strategy: Any, module: Regression | None = None, **arguments: Any) -> Trainer:
