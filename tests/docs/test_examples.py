@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.pages import REPOSITORY
 from tests.helpers.scripts import ScriptRunner
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = REPOSITORY / "examples"
 
 
 def check_digits(stdout: str) -> None:

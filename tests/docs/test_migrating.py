@@ -19,8 +19,8 @@ from rankwise import callbacks, environments, gradient_sync, precision
 from rankwise.environments.detect import environment_names
 from rankwise.trainer import Trainer, TrainingModule
 from rankwise.trainer.module import TrainerOptimizer
+from tests.docs.pages import DOCS
 
-DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted((DOCS / "migrating").glob("*.md"))
 SHELL = ("python ", "torchrun ")
 
