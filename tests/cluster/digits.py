@@ -19,13 +19,16 @@ VARIABLES = {"PATH": os.pathsep.join([str(_BIN), os.environ.get("PATH", os.defpa
 """`env=` with which the job scripts find this Python, as an activated virtual environment does."""
 
 
-def check_digits(stdout: str, node_ranks: Sequence[int], hosts: Sequence[str] | None = None) -> None:
+def check_digits(
+    stdout: str, node_ranks: Sequence[int], hosts: Sequence[str] | None = None, epochs: int = EPOCHS
+) -> None:
     """Check who has trained, and that each sample was seen once per epoch.
 
     Args:
         stdout: what all ranks of one job have printed.
         node_ranks: the node of each rank, in rank order.
         hosts: the host's name of each node; None where all are this machine.
+        epochs: for how many the script has trained.
     """
     world_size = len(node_ranks)
     pattern = rf"global_rank (\d+) of {world_size}, node_rank (\d+), (\S+): (\d+) samples per epoch"
@@ -35,7 +38,7 @@ def check_digits(stdout: str, node_ranks: Sequence[int], hosts: Sequence[str] | 
     if hosts is not None:
         assert [host for *_, host, _ in found] == [hosts[node] for node in node_ranks], stdout
     assert {int(count) for *_, count in found} == {SAMPLES // world_size}, stdout
-    assert stdout.count(f"{EPOCHS} epochs: each sample was seen {EPOCHS} to {EPOCHS} times") == 1, stdout
+    assert stdout.count(f"{epochs} epochs: each sample was seen {epochs} to {epochs} times") == 1, stdout
     assert stdout.count(f"world size {world_size}, test accuracy") == 1, stdout
 
 

@@ -25,24 +25,30 @@ def say(*words):
     sys.stdout.write(" ".join(map(str, words)) + "\\n")  # a line in one piece: two ranks share this stdout
     sys.stdout.flush()
 
+def fail():
+    raise ValueError("boom on purpose")
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def sleep():
+    time.sleep(60)
+
+FAULTS = {{  # by rank, in the sixth step
+    "raise": {{3: fail}}, "kill": {{3: kill}}, "hang": {{3: sleep}},
+    "apart": {{0: fail, 1: sleep, 2: sleep, 3: sleep}},
+}}
+
 def work(strategy, what):
     own = torch.ones(2) * strategy.global_rank
     total = strategy.all_reduce(own, reduce_op="sum").tolist()
     say(strategy.ranks, os.environ["GLOO_SOCKET_IFNAME"], total)
     if what == "late" and strategy.global_rank == 3:
         time.sleep(1)
-        raise ValueError("boom on purpose")
+        fail()
     for step in range(0 if what in ("end", "late") else 100_000):
-        if what == "raise" and step == 5 and strategy.global_rank == 3:
-            raise ValueError("boom on purpose")
-        if what == "kill" and step == 5 and strategy.global_rank == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if what == "apart" and step == 5:
-            if strategy.global_rank == 0:
-                raise ValueError("boom on purpose")
-            time.sleep(60)
-        if what == "hang" and step == 5 and strategy.global_rank == 3:
-            time.sleep(60)
+        if step == 5:
+            FAULTS.get(what, {{}}).get(strategy.global_rank, list)()
         strategy.all_reduce(own)
         time.sleep(0.05)
         if step == 5:
@@ -52,11 +58,8 @@ def work(strategy, what):
 class FailsEarly(DDPStrategy):
     def setup_environment(self):
         if self.global_rank == 3:
-            if sys.argv[2] == "raise early":
-                raise ValueError("boom on purpose")
-            if sys.argv[2] == "kill early":
-                os.kill(os.getpid(), signal.SIGKILL)
-            dist.init_process_group = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+            {{"raise early": fail, "kill early": kill}}.get(sys.argv[2], list)()
+            dist.init_process_group = lambda *_, **__: kill()
         super().setup_environment()
 
 class Stepping(Regression):
@@ -139,19 +142,12 @@ def run(
     return results
 
 
-def check_left_together(results: list[ScriptResult]) -> None:
-    """Check that both ended at nearly the same time, and not after the 60 s for which some would sleep."""
-    left = [float(result.stdout.rpartition("left at ")[2]) for result in results]
-    assert abs(left[0] - left[1]) < 30, results
-
-
 BOOM = "raised ValueError: boom on purpose"
+OF_ZERO = ("Worker global_rank=0 (local_rank=0, node_rank=0, host 'hosta', pid", BOOM)
 OF_THREE = "Worker global_rank=3 (local_rank=1, node_rank=1"
-METHODS = pytest.mark.parametrize("method", ["popen", pytest.param("fork", marks=pytest.mark.soak)])
-"""How the second rank of a node starts; other tests here fork it."""
 
 
-@METHODS
+@pytest.mark.parametrize("method", ["popen", pytest.param("fork", marks=pytest.mark.soak)])
 def test_each_node_starts_its_own(hosts: TwoHosts, run_script: ScriptRunner, method: str) -> None:
     """Four ranks on two nodes connect at node 0's address, and again for a second job."""
     results = run(hosts, run_script, method, "end")
@@ -177,43 +173,36 @@ def test_a_host_that_is_loopback_to_itself(hosts: TwoHosts, run_script: ScriptRu
         assert result.stdout.count(f"node {node} of 2) {hosts.interface} [6.0") == 4, results
 
 
-@pytest.mark.parametrize("what", ["raise", "late"])
-def test_a_failure_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptRunner, what: str) -> None:
-    """An exception on one node is raised on the other too, whether that one still works or has finished."""
-    run(hosts, run_script, "fork", what, code=1, said=(OF_THREE, BOOM))
-
-
-@METHODS
-def test_a_kill_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptRunner, method: str) -> None:
-    """A killed rank is named by its launching process, on the other node too."""
-    said = (f"{OF_THREE}, host 'hostb', pid", "was killed by SIGKILL")
-    run(hosts, run_script, method, "kill", code=137, said=said)
-
-
-@pytest.mark.parametrize("method", ["fork", pytest.param("popen", marks=pytest.mark.soak)])
-def test_who_is_in_no_collective_hears_too(hosts: TwoHosts, run_script: ScriptRunner, method: str) -> None:
-    """When rank 0 fails, and the store with it, sleeping ranks of the other node are stopped."""
-    said = ("Worker global_rank=0 (local_rank=0, node_rank=0, host 'hosta', pid", BOOM)
-    results = run(hosts, run_script, method, "apart", code=1, said=said)
-    assert not any("the same on" in result.stderr for result in results), results
-    check_left_together(results)
+KILLED = (f"{OF_THREE}, host 'hostb', pid", "was killed by SIGKILL")
 
 
 @pytest.mark.parametrize(
-    ("method", "what", "code"),
+    ("method", "what", "code", "said"),
     [
-        ("popen", "kill early", 137),
-        ("fork", "raise early", 1),
-        pytest.param("popen", "early, when all have met", 137, marks=pytest.mark.soak),
-        ("fork", "early, when all have met", 137),
+        ("fork", "raise", 1, (OF_THREE, BOOM)),
+        ("fork", "late", 1, (OF_THREE, BOOM)),  # when the other node has finished
+        ("popen", "kill", 137, KILLED),
+        pytest.param("fork", "kill", 137, KILLED, marks=pytest.mark.soak),
+        ("fork", "apart", 1, OF_ZERO),
+        pytest.param("popen", "apart", 1, OF_ZERO, marks=pytest.mark.soak),
+        ("popen", "kill early", 137, KILLED[:1]),
+        ("fork", "raise early", 1, KILLED[:1]),
+        ("fork", "early, when all have met", 137, KILLED[:1]),
+        pytest.param("popen", "early, when all have met", 137, KILLED[:1], marks=pytest.mark.soak),
     ],
 )
-def test_who_waits_for_the_group_hears_too(
-    method: str, what: str, code: int, hosts: TwoHosts, run_script: ScriptRunner
+def test_a_failure_is_named_on_both_nodes(
+    method: str, what: str, code: int, said: tuple[str, ...], hosts: TwoHosts, run_script: ScriptRunner
 ) -> None:
-    """A rank that fails before there is a group does not keep the other node until `init_timeout`."""
-    said = (f"{OF_THREE}, host 'hostb', pid",)
-    check_left_together(run(hosts, run_script, method, what, code=code, said=said))
+    """A failure of a rank ends both nodes and is named on both, at work, in no collective, or early.
+
+    With rank 0 the store fails, too. A rank that fails before there is a group does not keep the other node
+    until `init_timeout`.
+    """
+    results = run(hosts, run_script, method, what, code=code, said=said)
+    assert not any("the same on" in result.stderr for result in results), results
+    left = [float(result.stdout.rpartition("left at ")[2]) for result in results]
+    assert abs(left[0] - left[1]) < 30, results  # they do not sleep until the end
 
 
 def test_who_is_late_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptRunner) -> None:

@@ -1,5 +1,7 @@
 """LSF, PALS, Kubeflow and SkyPilot have no server here: their variables, as documented, in real processes."""
 
+import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.conftest import OnBoth
-from tests.cluster.digits import check_doctor
+from tests.cluster.digits import BRIEF, EXAMPLES, check_digits, check_doctor
 from tests.cluster.hosts import TwoHosts
 from tests.helpers.ports import free_port
 from tests.helpers.scripts import ScriptResult, ScriptRunner
@@ -106,3 +108,18 @@ def test_nodes_of_two_processes(name: str, devices: list[str], run_script: Scrip
         for rank in (2 * node, 2 * node + 1):
             place = f"RankInfo(global_rank {rank} of 4, local_rank {rank % 2} of 2, node {node} of 2)"
             assert f"{name} {place} 1 weights" in result.stdout, result
+
+
+JOB = (EXAMPLES / "kubernetes" / "pytorchjob.yaml").read_text()
+
+
+def test_the_job(on_both: OnBoth) -> None:
+    """A PyTorchJob's command in its two pods: each starts the pod's second rank, and all four train."""
+    [command] = re.findall(r"command: (\[.*\])", JOB)
+    [per_pod] = re.findall(r'nprocPerNode: "(\d+)"', JOB)
+    main = dict.fromkeys(("MASTER_ADDR", "PET_MASTER_ADDR"), TwoHosts.names[0])
+    variables = [{**pod(number, 2, per_pod), **main} for number in range(2)]
+    results = on_both([*json.loads(command), *BRIEF], variables)
+    assert [result.returncode for result in results] == [0, 0], results
+    check_digits(results[0].stdout, node_ranks=[0, 0, 1, 1], hosts=TwoHosts.names)
+    assert "global_rank" not in results[1].stdout, results

@@ -32,7 +32,7 @@ from rankwise.errors import (
 from rankwise.ranks import RankInfo, rank_zero_only
 from rankwise.strategies import DDPStrategy, SingleDeviceStrategy
 from rankwise.testing import check_environment
-from tests.unit.environments.variables import shell_variables
+from tests.unit.environments.variables import plain, shell_variables
 
 Variables = Mapping[str, str]
 
@@ -52,6 +52,13 @@ class OwnEnvironment(ClusterEnvironment):
     }
 
 
+class Pods(NodesEnvironment):
+    """One that names no variable for the number of nodes."""
+
+    name = "pods"
+    variables: ClassVar[Variables] = {"node_rank": "POD", "main_address": "HEAD", "main_port": "PORT"}
+
+
 class OwnNodes(NodesEnvironment):
     """A user's own environment of nodes: a table of names, with that of the number of nodes."""
 
@@ -68,7 +75,6 @@ TORCHRUN = shell_variables("""
     TORCHELASTIC_RUN_ID=none RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 GROUP_RANK=1
     GROUP_WORLD_SIZE=2 MASTER_ADDR=node0 MASTER_PORT=29400
 """)
-PLAIN = shell_variables("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=10.0.0.1 MASTER_PORT=5000")
 OWN = shell_variables("""
     OWN_JOB=17 OWN_RANK=3 OWN_SIZE=4 OWN_LOCAL_RANK=1 OWN_LOCAL_SIZE=2 OWN_HEAD=head OWN_PORT=1
 """)
@@ -90,13 +96,12 @@ KUBEFLOW = shell_variables("""
 TRAIN_JOB = shell_variables("""
     PET_NODE_RANK=1 PET_NNODES=2 PET_MASTER_ADDR=job-node-0-0.job PET_MASTER_PORT=29400
 """)
-SKYPILOT = {
-    "SKYPILOT_NODE_RANK": "1",
-    "SKYPILOT_NUM_NODES": "2",
-    "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
-}
+SKYPILOT = shell_variables("""
+    SKYPILOT_NODE_RANK=1 SKYPILOT_NUM_NODES=2 SKYPILOT_NODE_IPS="10.0.0.1\n10.0.0.2"
+""")
 OWN_NODES = shell_variables("BN_NODE=1 BN_NODES=2 BN_HEAD=10.0.0.1 BN_PORT=5000")
 NODES = shell_variables("NODE_RANK=1 MASTER_ADDR=10.0.0.1 MASTER_PORT=5000")
+PODS = shell_variables("POD=1 NNODES=2 HEAD=10.0.0.1 PORT=5000")
 OF_FOUR, OF_TWO_NODES = RankInfo(3, 1, 1, 4, 2, 2), RankInfo(1, 0, 1, 2, 1, 2)
 JOB_PORT = 20000 + 1042 * 31 % 12000
 CASES: list[tuple[type[ClusterEnvironment], Variables, RankInfo, tuple[str, int] | None]] = [
@@ -106,11 +111,12 @@ CASES: list[tuple[type[ClusterEnvironment], Variables, RankInfo, tuple[str, int]
     (MPIEnvironment, OPEN_MPI, OF_FOUR, None),
     (PALSEnvironment, PALS, OF_FOUR, None),
     (KubeflowEnvironment, KUBEFLOW, OF_TWO_NODES, ("job-master-0", 23456)),
-    (PlainEnvironment, PLAIN, RankInfo(1, 1, 0, 2, 2, 1), ("10.0.0.1", 5000)),
+    (PlainEnvironment, plain(), RankInfo(1, 1, 0, 2, 2, 1), ("10.0.0.1", 5000)),
     (TrainJobEnvironment, TRAIN_JOB, OF_TWO_NODES, ("job-node-0-0.job", 29400)),
     (SkyPilotEnvironment, SKYPILOT, OF_TWO_NODES, None),
     (NodesEnvironment, NODES, OF_TWO_NODES, ("10.0.0.1", 5000)),
     (OwnNodes, OWN_NODES, OF_TWO_NODES, ("10.0.0.1", 5000)),
+    (Pods, PODS, OF_TWO_NODES, ("10.0.0.1", 5000)),
     (OwnEnvironment, OWN, OF_FOUR, ("head", 1)),
 ]
 GOOD = {cls: variables for cls, variables, *_ in CASES}
@@ -154,28 +160,10 @@ def test_broken_contract(changes: dict[str, Any], problem: str) -> None:
     assert problem in str(caught.value)
 
 
-def test_own_environment_of_nodes() -> None:
-    """A table with the node's rank is enough for an environment with one process for each node."""
-
-    class Pods(NodesEnvironment):
-        name = "pods"
-        variables: ClassVar[Variables] = {"node_rank": "POD", "main_address": "HEAD", "main_port": "PORT"}
-
-    environment = Pods({"POD": "1", "NNODES": "2", "HEAD": "10.0.0.1", "PORT": "5000"})
-    assert environment.ranks == RankInfo(1, 0, 1, 2, 1, 2)
-
-
 CONTRADICTIONS: dict[type[ClusterEnvironment], tuple[str, ...]] = {
     TorchElasticEnvironment: (
-        *(
-            "RANK=8",
-            "LOCAL_RANK=4",
-            "GROUP_RANK=2",
-            "WORLD_SIZE=0",
-            "LOCAL_WORLD_SIZE=0",
-            "GROUP_WORLD_SIZE=0",
-        ),
-        *("LOCAL_WORLD_SIZE=9", "GROUP_WORLD_SIZE=9 GROUP_RANK=8"),
+        *("RANK=8", "LOCAL_RANK=4", "GROUP_RANK=2", "WORLD_SIZE=0", "LOCAL_WORLD_SIZE=0"),
+        *("GROUP_WORLD_SIZE=0", "LOCAL_WORLD_SIZE=9", "GROUP_WORLD_SIZE=9 GROUP_RANK=8"),
     ),
     PlainEnvironment: (
         *("RANK=2 LOCAL_RANK=2", "LOCAL_RANK=0", "WORLD_SIZE=0", "LOCAL_WORLD_SIZE=0", "LOCAL_WORLD_SIZE=3"),
@@ -206,9 +194,9 @@ def test_contradictions_are_refused(cls: type[ClusterEnvironment], changes: str)
     ("variables", "name"),
     [
         ({}, "local"),
-        (PLAIN, "plain"),
+        (plain(), "plain"),
         (TORCHRUN, "torchelastic"),
-        ({**PLAIN, **TORCHRUN}, "torchelastic"),
+        ({**plain(), **TORCHRUN}, "torchelastic"),
         ({"LOCAL_RANK": "0"}, "local"),
         ({"NODE_RANK": "0", "LOCAL_RANK": "0"}, "local"),
         ({ENVIRONMENT_VARIABLE: ""}, "local"),

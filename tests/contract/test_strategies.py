@@ -106,20 +106,13 @@ every_name = pytest.mark.parametrize("each", NAMES)
 
 
 @every_name
-def test_constructing(each: str) -> None:
-    """A new strategy is not bound; each call gives another one, which cannot run collectives yet."""
-    strategy = StrategyRegistry.create(each)
-    assert not strategy.is_bound
-    assert strategy.results == {}
-    assert StrategyRegistry.create(each) is not strategy
+def test_binding(each: str) -> None:
+    """A new strategy has no ranks; it is bound once, and has a placement then, but no job."""
+    strategy = _created(each)
+    assert (strategy.is_bound, strategy.results) == (False, {})
+    assert _created(each) is not strategy
     with pytest.raises(LifecycleError, match="configured"):
         strategy.barrier()
-
-
-@every_name
-def test_binding(each: str) -> None:
-    """A strategy is bound once, and has a placement then, but no job."""
-    strategy = _created(each)
     assert strategy.bind() == strategy.ranks == strategy.placement.ranks
     assert strategy.world_size == _size(each)
     assert strategy.root_device == torch.device("cpu")
@@ -268,17 +261,15 @@ def train_half(strategy: Strategy) -> bool:
     return unused.weight.grad is None or not bool(unused.weight.grad.any())
 
 
-def test_unused_parameters_are_allowed_by_name() -> None:
-    """`..._find_unused_parameters_true` trains a module with unused parameters."""
-    name = "ddp_fork_find_unused_parameters_true"
-    assert StrategyRegistry.create(name, accelerator="cpu", devices=2).launch(train_half) is True
-
-
-@pytest.mark.parametrize("name", ["ddp_fork", "ddp_fork_find_unused_parameters_false"])
+@pytest.mark.parametrize("name", ["ddp_fork", *(f"ddp_fork{unused}" for unused in UNUSED)])
 def test_unused_parameters_are_an_error_otherwise(name: str) -> None:
-    """Without it the second step raises DDP's own error, with the rank."""
-    with pytest.raises(WorkerRaisedError, match="find_unused_parameters"):
-        StrategyRegistry.create(name, accelerator="cpu", devices=2).launch(train_half)
+    """`..._find_unused_parameters_true` allows them; without it the second step raises DDP's own error."""
+    strategy = StrategyRegistry.create(name, accelerator="cpu", devices=2)
+    if name.endswith("_true"):
+        assert strategy.launch(train_half) is True
+    else:
+        with pytest.raises(WorkerRaisedError, match="find_unused_parameters"):
+            strategy.launch(train_half)
 
 
 @pytest.mark.distributed

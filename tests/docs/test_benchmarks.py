@@ -21,9 +21,9 @@ from benchmarks.programs import ProgramError
 from benchmarks.results import Result, read_json, rows_of, write_json
 from benchmarks.sampling import QUICK, Sampling
 from rankwise.failures import exchange
+from tests.docs.pages import DOCS
 from tests.helpers.scripts import ScriptRunner
 
-DOCS = Path(__file__).parents[2] / "docs"
 SCRIPT = runpy.run_path(str(DOCS / "draw_benchmarks.py"))
 
 

@@ -180,25 +180,21 @@ def _described(default: Any) -> str:
 
 
 def test_arguments_of_the_trainer(pl: Any) -> None:
-    """Each argument of Lightning's Trainer that we lack, or that has another default, is in a table."""
+    """Each argument of Lightning's Trainer or its methods that we lack, or has another default, is listed."""
     others = other_arguments(pl.Trainer, Trainer)
     assert others
     assert [name for name in others if not is_listed(name)] == []
+    assert _unlisted_arguments(pl.Trainer, Trainer) == []
 
 
 def test_attributes_of_the_trainer(pl: Any) -> None:
-    """So is each public attribute that ours lacks."""
+    """Each public attribute that our Trainer lacks is in a table."""
     alone = importlib.import_module("lightning.pytorch.plugins.environments").LightningEnvironment()
     options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False}
     theirs = pl.Trainer(plugins=[alone], **options)
     missing = public(theirs) - public(Trainer(**options))
     assert missing
     assert [name for name in sorted(missing) if not is_listed(name)] == []
-
-
-def test_arguments_of_stages(pl: Any) -> None:
-    """So is each argument of its methods."""
-    assert _unlisted_arguments(pl.Trainer, Trainer) == []
 
 
 CLASSES = [("LightningModule", TrainingModule), ("LightningDataModule", DataModule), ("Callback", Callback)]
@@ -225,7 +221,7 @@ def _unlisted_arguments(theirs: Any, ours: Any) -> list[tuple[str, str]]:
 
 
 def test_fabric() -> None:
-    """So is that of Fabric."""
+    """So are those of Fabric."""
     theirs = importlib.import_module("lightning.fabric").Fabric
     missing = public(theirs) - public(Fabric(accelerator="cpu", devices=1))
     assert [name for name in sorted(missing) if not is_listed(name)] == []

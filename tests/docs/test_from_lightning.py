@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.pages import DOCS, blocks
 from tests.helpers.scripts import ScriptRunner
 
-PAGE = Path(__file__).parents[2] / "docs" / "from_lightning.md"
-PROGRAM, ON_TWO = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-ROWS = re.findall(r"^\| (`.*) \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+PAGE = (DOCS / "from_lightning.md").read_text()
+PROGRAM, ON_TWO = blocks(PAGE)
+ROWS = re.findall(r"^\| (`.*) \| (.*) \|$", PAGE, re.MULTILINE)
 MODULES = {re.findall(r"`(.*?)`", left)[0]: right for left, right in ROWS if left.startswith("`rankwise.")}
 IMPORTS = [row for row in ROWS if row[1].startswith(("`import", "`from", "`_target_"))]
 
@@ -24,15 +25,13 @@ def test_the_program(run_script: ScriptRunner, where: str) -> None:
     assert PROGRAM.count("devices=1") == ON_TWO.count('devices=2, strategy="ddp_fork"') == 1
     result = run_script(PROGRAM.replace("devices=1", where))
     assert result.returncode == 0, result
-    accuracy = re.search(r"val_acc (\S+)", result.stdout)
-    assert accuracy is not None, result
-    assert float(accuracy[1]) > 0.6
+    [accuracy, *_] = re.findall(r"val_acc (\S+)", result.stdout)
+    assert float(accuracy) > 0.6, result
 
 
 def test_the_command(tmp_path: Path) -> None:
     """The command changes imports as the table shows, in programs and configurations, and nothing else."""
-    command = re.search(r"```bash\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert command is not None
+    [command] = blocks(PAGE, "bash")
     before, after = (
         [code for pair in IMPORTS for code in re.findall(r"`(.*?)`", pair[side])] for side in (0, 1)
     )
@@ -41,7 +40,7 @@ def test_the_command(tmp_path: Path) -> None:
     other.append("    import lightning as L")
     (tmp_path / "train.py").write_text("\n".join([*before, *other, "import pytorch_lightning as pl"]))
     (tmp_path / "config.yaml").write_text("_target_: lightning.pytorch.Trainer\n")
-    subprocess.run(["bash", "-c", command[1]], cwd=tmp_path, check=True, timeout=60)
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True, timeout=60)
     other[-1] = "    import rankwise.lightning as L"
     expected = [*after, *other, "import rankwise.lightning as pl"]
     assert (tmp_path / "train.py").read_text().splitlines() == expected

@@ -18,8 +18,9 @@ import rankwise
 from rankwise import callbacks, environments, gradient_sync, precision
 from rankwise.environments.detect import environment_names
 from rankwise.trainer import Trainer, TrainingModule
+from rankwise.trainer.module import TrainerOptimizer
+from tests.docs.pages import DOCS
 
-DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted((DOCS / "migrating").glob("*.md"))
 SHELL = ("python ", "torchrun ")
 
@@ -46,6 +47,7 @@ OBJECTS: dict[str, tuple[type, ...]] = {
     "strategy.precision": (precision.Precision,),
     "strategy.environment": (environments.ClusterEnvironment,),
     "super()": (rankwise.DDPStrategy,),
+    "optimizer": (TrainerOptimizer, torch.optim.Optimizer),
 }
 """What an expression is an instance of."""
 
@@ -72,15 +74,6 @@ def rows(page: Path) -> Iterator[tuple[str, list[str]]]:
         elif is_of_names:
             left, _, right = line.partition(" | ")
             yield left, re.findall(r"`([^`]+)`", right)
-
-
-def ours(heading: str) -> list[str]:
-    """Return the right column's code in the sections under a heading, of all pages."""
-    texts = [page.read_text() for page in PAGES]
-    sections = [text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0] for text in texts]
-    lines = "\n".join(sections).splitlines()
-    found = [line.split(" | ", 1)[1] for line in lines if line.startswith("| `")]
-    return [code for row in found for code in re.findall(r"`([^`]+)`", row)]
 
 
 def _is_code(code: str) -> bool:
@@ -217,14 +210,15 @@ def test_the_check_can_fail(code: str, complaint: str) -> None:
 
 
 def _constructors() -> list[str]:
-    """Return the pieces of code that make a strategy or a precision."""
-    kinds = (rankwise.DDPStrategy, precision.Precision)
+    """Return the pieces of code that make a strategy, a precision or a Trainer that needs nothing else."""
+    kinds = (rankwise.DDPStrategy, precision.Precision, Trainer)
+    others = ("cuda", "gpu", "mine:", "MyDDP", "Environment(", "Logger(")
     found = []
     for code in CODE:
         body = parsed(code).body
         call = body[0].value if len(body) == 1 and isinstance(body[0], ast.Expr) else None
         made = _constructed(call)
-        if made and issubclass(made[0], kinds) and '"mine:' not in code:
+        if made and issubclass(made[0], kinds) and not any(other in code for other in others):
             found.append(code)
     return found
 
@@ -236,13 +230,14 @@ def test_environments_that_are_named_are_there() -> None:
     assert set(named) <= set(environment_names())
 
 
+@pytest.mark.filterwarnings("ignore:barebones=True")  # says that nothing is logged
 @pytest.mark.parametrize("code", _constructors())
-def test_strategies_and_precisions_can_be_made(code: str) -> None:
+def test_arguments_are_taken(code: str) -> None:
     """Every constructor takes the values that it is given there."""
     own = {"environment": environments.LocalEnvironment(), "state": object()}
     own |= {"hook": lambda state, bucket: None, "wrapper": lambda hook: hook}
     made = eval(code, {**NAMES, **own})
-    assert isinstance(made, rankwise.DDPStrategy | precision.Precision)
+    assert isinstance(made, rankwise.DDPStrategy | precision.Precision | Trainer)
 
 
 def test_every_hook_is_described() -> None:
@@ -250,3 +245,13 @@ def test_every_hook_is_described() -> None:
     text = (DOCS / "gradients.md").read_text()
     known = [*gradient_sync.CommHookRegistry, *(mode.value for mode in gradient_sync.GradientSyncMode)]
     assert [name for name in [*known, "samples", "logged"] if f'`"{name}"`' not in text] == []
+
+
+def test_every_precision_is_described() -> None:
+    """docs/precision.md has every class, and every name means what it says there."""
+    text = (DOCS / "precision.md").read_text()
+    classes = [name for name in precision.__all__ if name.endswith("Precision")]
+    assert [name for name in classes if f"`{name}`" not in text] == []
+    table = text.partition("## Which precision")[2].partition("Each is a class")[0]
+    names = re.findall(r'^\| `"([\w-]+)"', table, re.MULTILINE)
+    assert {precision.create_precision(name).name for name in names} == set(names)

@@ -5,25 +5,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.pages import DOCS, REPOSITORY, blocks
 from tests.helpers.scripts import ScriptRunner
 
-REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text()
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
-
-
-def blocks(language: str) -> list[str]:
-    """Return the README's code blocks of one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+PAGES = [REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md"))]
+PROGRAMS, OUTPUTS = blocks(README), blocks(README, "text")
 
 
 def test_the_complete_file_prints_its_output(run_script: ScriptRunner) -> None:
     """The complete file has at most 25 lines and prints the output under it, once."""
-    source = blocks("python")[0]
+    source = PROGRAMS[0]
     assert len(source.splitlines()) <= 25
     result = run_script(source)
     assert result.returncode == 0, result
-    shown, printed = blocks("text")[0], result.stdout
+    shown, printed = OUTPUTS[0], result.stdout
     number = re.compile(r"\d+\.\d+")  # the loss differs in its last digits between machines
     assert number.sub("*", printed) == number.sub("*", shown)
     losses, expected = ([float(loss) for loss in number.findall(text)] for text in (printed, shown))
@@ -35,11 +31,11 @@ def test_the_failure_looks_like_that(run_script: ScriptRunner) -> None:
     line = "        loss = cross_entropy(self.net(batch[0]), batch[1])\n"
     fault = "        if self.global_rank == 1 and batch_idx == 20:\n"
     fault += '            raise ValueError("loss is nan")\n'
-    source = blocks("python")[0]
+    source = PROGRAMS[0]
     assert line in source
     result = run_script(source.replace(line, line + fault), siblings=1)
     assert result.returncode == 1, result
-    shown = blocks("text")[1].splitlines()
+    shown = OUTPUTS[1].splitlines()
     assert result.stderr.splitlines()[-1] == shown[-1] == "ValueError: loss is nan"
     assert result.stderr.count("in training_step") == 1, result
     first_words = re.split("host|pid", shown[0])[0]
@@ -48,7 +44,7 @@ def test_the_failure_looks_like_that(run_script: ScriptRunner) -> None:
 
 def test_the_custom_strategy_runs(run_script: ScriptRunner) -> None:
     """The README's class works by its registered name, and its wrapper is used."""
-    source = blocks("python")[1]
+    source = PROGRAMS[1]
     assert len([line for line in source.splitlines() if line.strip()]) <= 12
     use = """
 def train(strategy):
@@ -86,7 +82,7 @@ def test_links_resolve(page: Path) -> None:
 
 def test_the_commands_are_one_line_each() -> None:
     """The README has one command that trains on two processes, and one that runs the tests."""
-    commands = blocks("bash")[:2]
+    commands = blocks(README, "bash")[:2]
     assert [len(command.splitlines()) for command in commands] == [1, 1]
     assert "examples/digits.py" in commands[0]
     assert "pytest" in commands[1]

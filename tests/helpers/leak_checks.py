@@ -1,7 +1,6 @@
 """Checks for what a test leaves behind: each reports what has changed and restores it."""
 
 import itertools
-import operator
 import os
 import re
 import signal
@@ -10,7 +9,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -84,99 +83,187 @@ def _problems(checks: Iterable[Check]) -> list[str]:
     return [problem for check in checks for problem in check.problems()]
 
 
-class Environment(Check):
+class Settings(Check):
+    """Values by name, each of which is compared with what it was, and set again."""
+
+    label = "{}"
+
+    def __init__(self) -> None:
+        self._before = self._values()
+
+    def problems(self) -> list[str]:
+        return [f"{self.label.format(name)} was {old!r}, is {new!r}" for name, old, new in self._changed()]
+
+    def clean_up(self) -> None:
+        for name, old, _ in self._changed():
+            self._set(name, old)
+
+    def _changed(self) -> list[tuple[Any, Any, Any]]:
+        before, now = self._before, self._values()
+        names = sorted(before.keys() | now.keys(), key=str) if before != now else []
+        pairs = [(name, before.get(name), now.get(name)) for name in names]
+        return [(name, old, new) for name, old, new in pairs if old != new]
+
+    @abstractmethod
+    def _values(self) -> dict[Any, Any]: ...
+
+    @abstractmethod
+    def _set(self, name: Any, value: Any) -> None:
+        """Set one of them; a value of None was not there."""
+
+
+class Environment(Settings):
     """`os.environ`, but for what pytest and imports set."""
 
+    label = "os.environ[{!r}]"
     not_ours = ("PYTEST_CURRENT_TEST", *SET_BY_IMPORTS)
 
-    def __init__(self) -> None:
-        self._before = self._variables()
-
-    def problems(self) -> list[str]:
-        now = self._variables()
-        names = sorted(self._before.keys() | now.keys())
-        pairs = [(name, self._before.get(name), now.get(name)) for name in names]
-        return [f"os.environ[{name!r}] was {old!r}, is {new!r}" for name, old, new in pairs if old != new]
-
-    def clean_up(self) -> None:
-        for name in self._variables().keys() - self._before.keys():
-            del os.environ[name]
-        os.environ.update(self._before)
-
-    def _variables(self) -> dict[str, str]:
+    def _values(self) -> dict[Any, Any]:
         return {name: value for name, value in os.environ.items() if name not in self.not_ours}
 
+    def _set(self, name: str, value: str | None) -> None:
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
-class WorkingDirectory(Check):
+
+class WorkingDirectory(Settings):
     """The working directory."""
 
-    def __init__(self) -> None:
-        self._before = Path.cwd()
+    def _values(self) -> dict[Any, Any]:
+        return {"the working directory": Path.cwd()}
 
-    def problems(self) -> list[str]:
-        now = Path.cwd()
-        return [] if now == self._before else [f"the working directory was {self._before}, is {now}"]
-
-    def clean_up(self) -> None:
-        os.chdir(self._before)
+    def _set(self, name: str, value: Path) -> None:
+        os.chdir(value)
 
 
-class SignalHandlers(Check):
+class SignalHandlers(Settings):
     """The handlers of all signals, but for SIGALRM, which pytest-timeout uses."""
 
-    def __init__(self) -> None:
-        self._before = self._handlers()
+    label = "the handler of signal {}"
 
-    def problems(self) -> list[str]:
-        now = self._handlers()
-        return [
-            f"the handler of signal {number} was {self._before[number]}, is {handler}"
-            for number, handler in now.items()
-            if handler != self._before[number]
-        ]
+    def _values(self) -> dict[Any, Any]:
+        return {int(number): signal.getsignal(number) for number in _SIGNALS}
 
-    def clean_up(self) -> None:
-        for number, handler in self._handlers().items():
-            if handler != self._before[number] and self._before[number] is not None:
-                signal.signal(number, self._before[number])
-
-    def _handlers(self) -> dict[int, Callable[..., object] | int | None]:
-        return {number: signal.getsignal(number) for number in _SIGNALS}
+    def _set(self, name: int, value: Any) -> None:
+        if value is not None:  # else it was none of Python's
+            signal.signal(name, value)
 
 
-class ExceptHooks(Check):
+class ExceptHooks(Settings):
     """`sys.excepthook` and `threading.excepthook`."""
 
-    def __init__(self) -> None:
-        self._before = (sys.excepthook, threading.excepthook)
+    label = "{}.excepthook"
 
-    def problems(self) -> list[str]:
-        pairs = zip(("sys", "threading"), self._before, (sys.excepthook, threading.excepthook), strict=True)
-        return [
-            f"{name}.excepthook was {before}, is {now}" for name, before, now in pairs if before is not now
-        ]
+    def _values(self) -> dict[Any, Any]:
+        return {"sys": sys.excepthook, "threading": threading.excepthook}
 
-    def clean_up(self) -> None:
-        sys.excepthook, threading.excepthook = self._before
+    def _set(self, name: str, value: Any) -> None:
+        vars(sys.modules[name])["excepthook"] = value
 
 
-class Threads(Check):
-    """Threads that are no daemons, which keep the interpreter from ending. They are only reported."""
+class TorchSettings(Settings):
+    """Global settings of torch. The check imports nothing: without torch there are none."""
 
-    torchs_own: tuple[str, ...] = ()  # torch 2.13 starts no Python thread that is not a daemon
+    label = "{} of torch"
 
     def __init__(self) -> None:
-        self._before = self._threads()
+        self._has_torch = _WRAPPERS in sys.modules
+        super().__init__()
+
+    def _values(self) -> dict[Any, Any]:
+        if not self._has_torch:
+            return {}
+        torch = sys.modules["torch"]
+        return {
+            "default dtype": torch.get_default_dtype(),
+            "use of deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+            "active wrapper": sys.modules[_WRAPPERS].DistributedDataParallel._active_ddp_module,
+        }
+
+    def _set(self, name: str, value: Any) -> None:
+        torch = sys.modules["torch"]
+        if name == "default dtype":
+            torch.set_default_dtype(value)
+        elif name == "active wrapper":
+            sys.modules[_WRAPPERS].DistributedDataParallel._active_ddp_module = value
+        else:
+            torch.use_deterministic_algorithms(value)
+
+
+class ProcessGroup(Settings):
+    """torch's default process group."""
+
+    def _values(self) -> dict[Any, Any]:
+        distributed = sys.modules.get("torch.distributed")
+        has_one = distributed is not None and distributed.is_available() and distributed.is_initialized()
+        return {"torch's default process group": "initialised" if has_one else None}
+
+    def _set(self, name: str, value: str | None) -> None:
+        sys.modules["torch.distributed"].destroy_process_group()
+
+
+class TorchFunctions(Settings):
+    """The functions of `torch.distributed` and the methods of its groups, which a test may replace.
+
+    Every rank that is forked later would have the replacement.
+    """
+
+    label = "{0[0].__name__}.{0[1]}"
+
+    def __init__(self) -> None:
+        distributed, owners = sys.modules.get("torch.distributed"), []
+        if distributed is not None and distributed.is_available():
+            owners = [distributed, distributed.distributed_c10d, distributed.ProcessGroup]
+        members = [(owner, name, value) for owner in owners for name, value in vars(owner).items()]
+        self._members = [(owner, name) for owner, name, value in members if callable(value)]
+        super().__init__()
+
+    def _values(self) -> dict[Any, Any]:
+        return {(owner, name): vars(owner).get(name) for owner, name in self._members}
+
+    def _set(self, name: tuple[Any, str], value: Any) -> None:
+        setattr(*name, value)
+
+
+class RankZeroOnly(Settings):
+    """The rank that `rank_zero_only` uses."""
+
+    def _values(self) -> dict[Any, Any]:
+        return {"rank_zero_only.rank": getattr(rank_zero_only, "rank", None)}
+
+    def _set(self, name: str, value: int | None) -> None:
+        setattr(rank_zero_only, "rank", value)  # noqa: B010 -- mypy knows no attributes of functions
+
+
+class Additions(Check):
+    """Things of which a test may leave no new one. They are only reported."""
+
+    text: str
+
+    def __init__(self) -> None:
+        self._before = self._found()
 
     def problems(self) -> list[str]:
-        return [f"thread {thread.name!r} is still running" for thread in self._threads() - self._before]
+        return [self.text.format(each) for each in self._new()]
 
     def clean_up(self) -> None:
-        self._before = self._threads()
+        self._before = self._found()
 
-    def _threads(self) -> set[threading.Thread]:
-        found = {thread for thread in threading.enumerate() if not thread.daemon}
-        return {thread for thread in found if not thread.name.startswith(self.torchs_own)}
+    def _new(self) -> list[Any]:
+        return sorted(self._found() - self._before, key=str)
+
+    @abstractmethod
+    def _found(self) -> set[Any]: ...
+
+
+class Threads(Additions):
+    """Threads that are no daemons, which keep the interpreter from ending."""
+
+    text = "thread {0.name!r} is still running"
+
+    def _found(self) -> set[Any]:
+        return {thread for thread in threading.enumerate() if not thread.daemon}
 
 
 class Processes(Check):
@@ -202,123 +289,30 @@ class Processes(Check):
         )
 
 
-class ProcessGroup(Check):
-    """torch's default process group."""
+class ListeningSockets(Additions):
+    """Listening sockets of this process. They are not closed: C++ code may own one."""
 
-    def problems(self) -> list[str]:
-        return ["torch's default process group is still initialised"] if self._is_initialized() else []
+    text = "this process still listens on {0[0]} port {0[1]}"
 
-    def clean_up(self) -> None:
-        if self._is_initialized():
-            sys.modules["torch.distributed"].destroy_process_group()
-
-    def _is_initialized(self) -> bool:
-        distributed = sys.modules.get("torch.distributed")
-        return distributed is not None and distributed.is_available() and distributed.is_initialized()
-
-
-class TorchSettings(Check):
-    """Global settings of torch. The check imports nothing: without torch there are none."""
-
-    def __init__(self) -> None:
-        self._before = self._settings()
-
-    def problems(self) -> list[str]:
-        now = self._settings()
-        pairs = [(name, before, now[name]) for name, before in self._before.items()]
-        return [f"{name} of torch was {old!r}, is {new!r}" for name, old, new in pairs if new is not old]
-
-    def clean_up(self) -> None:
-        if not self._before:
-            return
-        torch = sys.modules["torch"]
-        torch.set_default_dtype(self._before["default dtype"])
-        torch.use_deterministic_algorithms(self._before["use of deterministic algorithms"])
-        sys.modules[_WRAPPERS].DistributedDataParallel._active_ddp_module = self._before["active wrapper"]
-
-    def _settings(self) -> dict[str, Any]:
-        if _WRAPPERS not in sys.modules:
-            return {}
-        torch = sys.modules["torch"]
-        return {
-            "default dtype": torch.get_default_dtype(),
-            "use of deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-            "active wrapper": sys.modules[_WRAPPERS].DistributedDataParallel._active_ddp_module,
-        }
-
-
-class TorchFunctions(Check):
-    """The functions of `torch.distributed` and the methods of its groups, which a test may replace.
-
-    Every rank that is forked later would have the replacement.
-    """
-
-    def __init__(self) -> None:
-        self._before = {
-            owner: {name: member for name, member in vars(owner).items() if callable(member)}
-            for owner in self._owners()
-        }
-
-    def problems(self) -> list[str]:
-        return [f"{owner.__name__}.{name} was replaced" for owner, name in self._replaced()]
-
-    def clean_up(self) -> None:
-        for owner, name in self._replaced():
-            setattr(owner, name, self._before[owner][name])
-
-    def _replaced(self) -> list[tuple[Any, str]]:
-        found = []
-        for owner, members in self._before.items():
-            now = vars(owner)
-            if not all(map(operator.is_, map(now.get, members), members.values())):
-                found += [(owner, name) for name, member in members.items() if now.get(name) is not member]
-        return found
-
-    def _owners(self) -> list[Any]:
-        distributed = sys.modules.get("torch.distributed")
-        if distributed is None or not distributed.is_available():
-            return []
-        return [distributed, distributed.distributed_c10d, distributed.ProcessGroup]
-
-
-class ListeningSockets(Check):
-    """Listening sockets of this process. They are reported, not closed: C++ code may own one."""
-
-    def __init__(self) -> None:
-        self._before = self._listening()
-
-    def problems(self) -> list[str]:
-        new = sorted(self._listening() - self._before)
-        return [f"this process still listens on {address} port {port}" for address, port in new]
-
-    def clean_up(self) -> None:
-        self._before = self._listening()
-
-    def _listening(self) -> set[tuple[str, int]]:
+    def _found(self) -> set[Any]:
         connections = psutil.Process().net_connections(kind="inet")
         return {(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN}
 
 
-class Files(Check):
-    """The names in a folder, without those in `but`."""
+class Files(Additions):
+    """The paths of what is in a folder, without names in `but`. They stay, for the reader of the report."""
+
+    text = "new file: {}"
 
     def __init__(self, folder: Path, *, but: Sequence[str] = (), only_files: bool = False) -> None:
-        self._folder = folder
-        self._but = tuple(but)
-        self._only_files = only_files
-        self._before = self._names()
+        self._folder, self._but, self._only_files = folder, tuple(but), only_files
+        super().__init__()
 
-    def problems(self) -> list[str]:
-        return [f"new file: {self._folder / name}" for name in sorted(self._names() - self._before)]
-
-    def clean_up(self) -> None:
-        self._before = self._names()  # the files stay, for the reader of the report
-
-    def _names(self) -> set[str]:
+    def _found(self) -> set[Any]:
         try:
             with os.scandir(self._folder) as entries:  # which knows without a further call what is a file
                 return {
-                    entry.name
+                    entry.path
                     for entry in entries
                     if not entry.name.startswith(self._but) and (not self._only_files or entry.is_file())
                 }
@@ -337,38 +331,21 @@ class SharedMemory(Files):
         super().__init__(Path("/dev/shm"))
         self._marker = marker
 
-    def problems(self) -> list[str]:
-        return [f"new file: {self._folder / name}" for name in self._new()]
-
     def clean_up(self) -> None:
         own = self._own_pids()
-        for name in self._new():
-            if _is_segment_of(own, self._folder / name):
-                (self._folder / name).unlink(missing_ok=True)
+        for path in map(Path, self._new()):
+            if _is_segment_of(own, path):
+                path.unlink(missing_ok=True)
         self._before |= set(self._new())
 
-    def _new(self) -> list[str]:
-        if not (names := self._names() - self._before):
+    def _new(self) -> list[Any]:
+        if not (paths := super()._new()):
             return []
         foreign = set(psutil.pids()) - self._own_pids()
-        return sorted(name for name in names if not _is_foreign(self._folder / name, foreign))
+        return [path for path in paths if not _is_foreign(Path(path), foreign)]
 
     def _own_pids(self) -> set[int]:
         return {os.getpid(), *(process.pid for process in processes.started_here(self._marker))}
-
-
-class RankZeroOnly(Check):
-    """The rank that `rank_zero_only` uses."""
-
-    def __init__(self) -> None:
-        self._before = _rank()
-
-    def problems(self) -> list[str]:
-        now = _rank()
-        return [] if now == self._before else [f"rank_zero_only.rank was {self._before!r}, is {now!r}"]
-
-    def clean_up(self) -> None:
-        _set_rank(self._before)
 
 
 def all_checks(marker: str, temp_folder: Path, base_folder: Path) -> list[Check]:
@@ -404,15 +381,6 @@ CACHES = (
     *(".coverage", ".git", ".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".venv"),
     "__pycache__",
 )
-
-
-def _rank() -> int | None:
-    rank: int | None = getattr(rank_zero_only, "rank", None)
-    return rank
-
-
-def _set_rank(rank: int | None) -> None:
-    setattr(rank_zero_only, "rank", rank)  # noqa: B010 -- mypy knows no attributes of functions
 
 
 _NAMED_BY_PID = re.compile(r"(?:torch_|pym-)(\d+)[_-]")  # names that torch and multiprocessing give

@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -10,13 +11,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+from rankwise.ranks import rank_zero_only
 from rankwise.strategies.job import variables_set
 from tests.helpers import leak_checks, processes
+
+WRAPPER = DistributedDataParallel  # remembers whose forward is under way
 
 
 def caught(check: leak_checks.Check) -> str:
@@ -51,59 +60,32 @@ def test_a_variable_is_found(before: str | None, after: str | None) -> None:
         assert os.environ.get("RW_PLANTED") == before
 
 
-def test_another_working_directory_is_found(tmp_path: Path) -> None:
-    """A changed working directory is changed back."""
-    before = Path.cwd()
-    check = leak_checks.WorkingDirectory()
-    os.chdir(tmp_path)
-    assert str(tmp_path) in caught(check)
-    assert Path.cwd() == before
+def create_group() -> None:
+    hook = sys.excepthook
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    sys.excepthook = hook  # torch wraps it
 
 
-def test_a_signal_handler_is_found() -> None:
-    """A handler that was left in place is named and replaced by the one before."""
-    before = signal.getsignal(signal.SIGTERM)
-    check = leak_checks.SignalHandlers()
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    found = caught(check).replace("Signals.SIGTERM", str(signal.SIGTERM.value))
-    assert f"signal {signal.SIGTERM.value}" in found
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_an_excepthook_is_found() -> None:
-    """A wrapped `sys.excepthook` is unwrapped."""
-    before = sys.excepthook
-    check = leak_checks.ExceptHooks()
-    sys.excepthook = lambda *_: None
-    assert "sys.excepthook" in caught(check)
-    assert sys.excepthook is before
-
-
-def test_a_setting_of_torch_is_found() -> None:
-    """What torch has once for the whole process is put back: a wrapper whose forward never ended, for one."""
-    torch = pytest.importorskip("torch")
-    wrapper = torch.nn.parallel.DistributedDataParallel
-    check = leak_checks.TorchSettings()
-    wrapper._active_ddp_module = planted = object()
-    torch.set_default_dtype(torch.float64)
-    found = caught(check)
-    assert f"active wrapper of torch was None, is {planted!r}" in found
-    assert "default dtype of torch was torch.float32, is torch.float64" in found
-    assert wrapper._active_ddp_module is None
-    assert torch.get_default_dtype() is torch.float32
-
-
-def test_a_replaced_function_of_torch_is_found() -> None:
-    """A function or method of torch.distributed that was replaced is reported and restored."""
-    distributed = pytest.importorskip("torch.distributed")
-    before, method = distributed.all_reduce, distributed.ProcessGroup.allreduce
-    check = leak_checks.TorchFunctions()
-    distributed.all_reduce = distributed.ProcessGroup.allreduce = lambda *_: None
-    found = caught(check)
-    assert "torch.distributed.all_reduce was replaced" in found
-    assert "ProcessGroup.allreduce was replaced" in found
-    assert distributed.all_reduce is before
-    assert distributed.ProcessGroup.allreduce is method
+@pytest.mark.parametrize(
+    ("kind", "change", "expected"),
+    [
+        (leak_checks.WorkingDirectory, partial(os.chdir, "/"), r"the working directory was .*'\)"),
+        (leak_checks.SignalHandlers, partial(signal.signal, 15, print), "signal 15 was .*print"),
+        (leak_checks.ExceptHooks, partial(setattr, sys, "excepthook", print), "sys.excepthook was .*print"),
+        (leak_checks.TorchSettings, partial(setattr, WRAPPER, "_active_ddp_module", 7), "wrapper .* is 7"),
+        (leak_checks.TorchSettings, partial(torch.set_default_dtype, torch.float64), "dtype of torch .*64"),
+        (leak_checks.TorchFunctions, partial(setattr, dist, "all_reduce", print), "d.all_reduce was"),
+        (leak_checks.TorchFunctions, partial(setattr, dist.ProcessGroup, "allreduce", print), "p.allreduce"),
+        (leak_checks.ProcessGroup, create_group, "default process group was None"),
+        (leak_checks.RankZeroOnly, partial(setattr, rank_zero_only, "rank", 7), "_only.rank was .* 7"),
+    ],
+)
+def test_a_setting_is_found(kind: type[Any], change: Callable[[], None], expected: str) -> None:
+    """What the process or torch has once is named, and is afterwards what it was."""
+    before, check = kind()._values(), kind()
+    change()
+    assert re.search(expected, caught(check))
+    assert kind()._values() == before
 
 
 def test_a_thread_is_found() -> None:
@@ -172,17 +154,6 @@ def _fork_an_orphan() -> int:
     os.close(reading)
     os.close(writing)
     return sleeper
-
-
-def test_a_process_group_is_found() -> None:
-    """The default process group is destroyed."""
-    distributed = pytest.importorskip("torch.distributed")
-    hook = sys.excepthook
-    check = leak_checks.ProcessGroup()
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    sys.excepthook = hook  # torch wraps it
-    assert "process group" in caught(check)
-    assert not distributed.is_initialized()
 
 
 def test_a_listening_socket_is_found() -> None:
@@ -265,12 +236,3 @@ def test_a_semaphore_in_use_is_known() -> None:
             in_use += [path] * leak_checks._uses(os.getpid(), str(path), path.stat().st_ino)
     assert len(in_use) == 1
     del semaphore
-
-
-def test_another_rank_is_found() -> None:
-    """`rank_zero_only.rank` is put back."""
-    before = leak_checks._rank()
-    check = leak_checks.RankZeroOnly()
-    leak_checks._set_rank(7)
-    assert "is 7" in caught(check)
-    assert leak_checks._rank() == before

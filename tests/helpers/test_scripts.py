@@ -15,10 +15,6 @@ from tests.helpers.leak_checks import SET_BY_IMPORTS
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import with_tests
 
-LEAVE_A_SLEEPER = (
-    "import subprocess; print(subprocess.Popen(['sleep', '60'], start_new_session={session}).pid)"
-)
-
 
 def test_a_result_comes_back(run_script: ScriptRunner) -> None:
     """Exit code, output, arguments, variables and the working directory are the program's own."""
@@ -146,34 +142,36 @@ def test_a_command_reads_stdin(run_script: ScriptRunner) -> None:
     assert (result.returncode, result.stdout) == (0, "42\n")
 
 
-@pytest.mark.parametrize("session", [False, True])
-def test_an_orphan_fails_the_test(run_script: ScriptRunner, *, session: bool) -> None:
-    """A process that outlives the program is named and killed, in the program's session or its own."""
-    running = run_script.start(LEAVE_A_SLEEPER.format(session=session))
-    with pytest.raises(AssertionError, match=r"left 1 processes behind:\n.*sleep 60") as caught:
-        running.finish(leftover_grace_s=0.1)
-    orphan = int(str(caught.value).partition("--- stdout ---")[2].split()[0])
-    with contextlib.suppress(psutil.NoSuchProcess):  # who adopted it has waited for it
-        assert psutil.Process(orphan).status() == psutil.STATUS_ZOMBIE
-
-
+LEAVE_A_SLEEPER = "import subprocess; print(subprocess.Popen(['sleep', '60'], start_new_session={}).pid)"
 LEAVE_A_FORK = """
     import os, time
     reader, writer = os.pipe()
-    if os.fork() == 0:
+    if (pid := os.fork()) == 0:
         os.setsid()
         os.write(writer, b"1")
         time.sleep(60)
     os.read(reader, 1)
+    print(pid)
 """
 
 
-@pytest.mark.parametrize("fresh", [True, False])
-def test_a_forked_orphan_fails_the_test(fresh: bool, run_script: ScriptRunner) -> None:
-    """One that runs no other program is found by the variable that the program was started with."""
-    running = run_script.start(LEAVE_A_FORK, fresh=fresh)
-    with pytest.raises(AssertionError, match="left 1 processes behind"):
+@pytest.mark.parametrize(
+    ("source", "fresh", "command"),
+    [
+        (LEAVE_A_SLEEPER.format(False), False, "sleep 60"),
+        (LEAVE_A_SLEEPER.format(True), False, "sleep 60"),
+        (LEAVE_A_FORK, False, ""),
+        (LEAVE_A_FORK, True, ""),
+    ],
+)
+def test_an_orphan_fails_the_test(source: str, fresh: bool, command: str, run_script: ScriptRunner) -> None:
+    """A process that outlives the program is named and killed, in its session or another, also a fork."""
+    running = run_script.start(source, fresh=fresh)
+    with pytest.raises(AssertionError, match=f"left 1 processes behind:\n.*{command}") as caught:
         running.finish(leftover_grace_s=0.1)
+    orphan = int(str(caught.value).partition("--- stdout ---")[2].split()[0])
+    with contextlib.suppress(psutil.NoSuchProcess):  # who adopted it has waited for it
+        assert psutil.Process(orphan).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_program_that_hangs_fails_the_test(run_script: ScriptRunner) -> None:

@@ -140,20 +140,18 @@ class _Finder(ast.NodeVisitor):
         self._lines = before
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        before = self._in_function, self._lines
-        self._in_function, self._lines = False, _all_lines(node)
-        for statement in node.body:
-            self.visit(statement)
-        self._in_function, self._lines = before
+        self._visit_all(node.body, _all_lines(node), in_function=False)
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        defaults = (*node.args.defaults, *filter(None, node.args.kw_defaults))
+        self._visit_all(defaults, _all_lines(node), in_function=False)
+        self._visit_all(node.body, _all_lines(node), in_function=True)
+
+    def _visit_all(self, nodes: Iterable[ast.AST], lines: frozenset[int], *, in_function: bool) -> None:
         before = self._in_function, self._lines
-        self._in_function, self._lines = False, _all_lines(node)
-        for default in (*node.args.defaults, *filter(None, node.args.kw_defaults)):
-            self.visit(default)
-        self._in_function = True
-        for statement in node.body:
-            self.visit(statement)
+        self._in_function, self._lines = in_function, lines
+        for node in nodes:
+            self.visit(node)
         self._in_function, self._lines = before
 
     def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:

@@ -6,8 +6,11 @@ import math
 import os
 import queue
 import shutil
+import site
 import subprocess
+import sysconfig
 import tempfile
+import venv
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -18,7 +21,6 @@ import psutil
 
 from tests.mutation import worker
 from tests.mutation.mutants import Mutant
-from tests.mutation.overlay import make_overlay
 from tests.mutation.worker import Outcome, Request
 
 T = TypeVar("T")
@@ -26,6 +28,7 @@ R = TypeVar("R")
 
 PRELOAD = ("torch", "torch.distributed")
 USUAL_LIMIT_S = 120.0
+NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", ".*_cache", ".hypothesis", ".coverage*", "__pycache__")
 REMOVED = (
     *("PYTHONPATH", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER"),
     *("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG"),
@@ -33,8 +36,24 @@ REMOVED = (
 )
 
 
+def make_overlay(project: Path, folder: Path) -> tuple[Path, Path]:
+    """Copy `project` into `folder`; return the copy and the Python that imports it.
+
+    All that this Python starts with `sys.executable` imports the copy too, with any environment variables.
+    It takes the other packages from the environment of this process.
+    """
+    copy = folder / "copy"
+    shutil.copytree(project, copy, ignore=NOT_COPIED)
+    venv.create(folder / "venv", symlinks=True, with_pip=False)
+    packages = next((folder / "venv" / "lib").glob("python*/site-packages"))
+    installed = sorted({sysconfig.get_path("purelib"), *site.getsitepackages()})
+    lines = [str(copy / "src"), *(f"import site; site.addsitedir({path!r})" for path in installed)]
+    (packages / "overlay.pth").write_text("\n".join(lines) + "\n")
+    return copy, folder / "venv" / "bin" / "python"
+
+
 class Runner:
-    """An overlay with a warm process in it."""
+    """An overlay with a warm process in it: a copy of a project, with a Python that imports the copy."""
 
     def __init__(self, project: Path, folder: Path, preload: Sequence[str]) -> None:
         folder.mkdir(parents=True)

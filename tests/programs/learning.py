@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,6 +128,7 @@ class Record:
 
 
 def _collate(shape: str, items: list[tuple[int, Tensor]]) -> Any:
+    """Make a batch of a shape."""
     numbers, x = torch.tensor([number for number, _ in items]), torch.stack([x for _, x in items])
     names = [f"sample {number}" for number in numbers.tolist()]
     shapes = {
@@ -157,16 +159,6 @@ def read_batch(shape: str, batch: Any) -> Samples:
         case "time first", (x, numbers):
             return Samples(numbers, x.T)
     raise ValueError(shape)
-
-
-@dataclass
-class Collate:
-    """Makes batches of a shape; can be pickled."""
-
-    shape: str
-
-    def __call__(self, items: list[tuple[int, Tensor]]) -> Any:
-        return _collate(self.shape, items)
 
 
 class Rows(Dataset[Any]):
@@ -208,7 +200,7 @@ class SizedStream(Stream):
         return len(self.rows)
 
 
-class Order(Sampler[int]):
+class Order(Sampler[Any]):
     """The program's own order of each epoch."""
 
     def __init__(self, data: Data, count: int) -> None:
@@ -219,28 +211,21 @@ class Order(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(order_of(self.data, self.count, self.epoch))
 
     def __len__(self) -> int:
         return self.count
 
 
-class Batches(Sampler[list[int]]):
+class Batches(Order):
     """Batches whose sizes repeat those of the program."""
 
-    def __init__(self, data: Data, count: int) -> None:
-        self.order = Order(data, count)
-        self.sizes = data.sizes
-
-    def set_epoch(self, epoch: int) -> None:
-        self.order.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(cut(list(self.order), self.sizes))
+    def __iter__(self) -> Iterator[Any]:
+        return iter(cut(list(super().__iter__()), self.data.sizes))
 
     def __len__(self) -> int:
-        return len(cut(list(range(len(self.order))), self.sizes))
+        return len(cut(list(range(self.count)), self.data.sizes))
 
 
 def cut(items: list[int], sizes: tuple[int, ...]) -> list[list[int]]:
@@ -256,7 +241,7 @@ def cut(items: list[int], sizes: tuple[int, ...]) -> list[list[int]]:
 def make_loader(data: Data, subset: list[int] | None = None) -> DataLoader[Any]:
     """Return the loader that a script gives to the Trainer."""
     rows = Rows(data, subset)
-    collate = Collate(data.shape)
+    collate = partial(_collate, data.shape)
     if data.sizes:
         return DataLoader(rows, batch_sampler=Batches(data, len(rows)), collate_fn=collate)
     size, drop_last = data.batch_size, data.drop_last

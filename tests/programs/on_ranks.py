@@ -54,31 +54,10 @@ class Module(TrainingModule):
 
         self.notes.append(hook_bodies.perform(deed, self.net, optimizers, add_up=add_up, draw=draw))
 
-    def on_train_epoch_start(self) -> None:
-        self.perform("module", "on_train_epoch_start")
-
-    def on_train_epoch_end(self) -> None:
-        self.perform("module", "on_train_epoch_end")
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.perform("module", "on_train_batch_end")
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.perform("module", "on_before_optimizer_step", optimizer)
-
-    def on_validation_epoch_start(self) -> None:
-        if self.trainer.is_fitting:
-            self.perform("module", "on_validation_epoch_start")
-
-    def on_validation_epoch_end(self) -> None:
-        if self.trainer.is_fitting:
-            self.perform("module", "on_validation_epoch_end")
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         for change in self.program.changes:
-            if (change.epoch, change.batch) != (self.current_epoch, batch_idx):
-                continue
-            learning.apply_change(self.net, self.trainer.optimizers[0], change, self.trainer.global_rank)
+            if (change.epoch, change.batch) == (self.current_epoch, batch_idx):
+                learning.apply_change(self.net, self.trainer.optimizers[0], change, self.trainer.global_rank)
         self.perform("module", "on_train_batch_start")
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -158,19 +137,23 @@ class Module(TrainingModule):
         self.perform("optimizer", "step", optimizer)
 
 
-def _performing(hook: str) -> Callable[..., None]:
-    has_optimizer = hook == "on_before_optimizer_step"
+def _performing(owner: str, hook: str) -> Callable[..., None]:
+    """Return a hook that does what the program does in it."""
 
-    def perform(callback: Callback, trainer: Trainer, module: Any, *arguments: Any) -> None:
+    def perform(one: Any, *arguments: Any) -> None:
+        trainer, module, *others = arguments if owner == "callback" else (one.trainer, one, *arguments)
         if trainer.is_fitting:
-            module.perform("callback", hook, *arguments[:has_optimizer])
+            module.perform(owner, hook, *others[: hook == "on_before_optimizer_step"])
 
     return perform
 
 
 HOOKS = [hook for hook in hook_bodies.HOOKS if hook != "step"]  # which is an optimizer's
-Performing = type("Performing", (Callback,), {hook: _performing(hook) for hook in HOOKS})
+Performing = type("Performing", (Callback,), {hook: _performing("callback", hook) for hook in HOOKS})
 """Calls what the program does in the hooks of a callback."""
+for _hook in HOOKS:
+    if _hook not in vars(Module):
+        setattr(Module, _hook, _performing("module", _hook))
 
 
 def run_job(

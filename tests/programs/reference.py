@@ -193,9 +193,8 @@ class Learner:
     def _change(self, number: int) -> None:
         """Do what the script does before this batch."""
         for change in self.program.changes:
-            if (change.epoch, change.batch) != (self.epoch, number):
-                continue
-            learning.apply_change(self.net, self.optimizers[0], change)
+            if (change.epoch, change.batch) == (self.epoch, number):
+                learning.apply_change(self.net, self.optimizers[0], change)
 
     def _perform(
         self,

@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import with_tests
 from tests.programs import script
-from tests.programs.comparing import check, check_forked, check_written
+from tests.programs.comparing import check, check_forked, check_written, differences
 from tests.programs.drawing import programs
+from tests.programs.loops import Loop, loops, run_by_hand, run_on_rank
 from tests.programs.program import Action, Change, Data, Job, Learning, Options, Program, Run
 from tests.programs.ranks import ranks_of_many_sizes
 
@@ -23,8 +24,6 @@ ANY = settings(
     phases=(Phase.explicit, Phase.generate, Phase.shrink),
     suppress_health_check=[HealthCheck.too_slow],
 )
-FEW = settings(ANY, max_examples=10, derandomize=True)
-MANY = settings(ANY, max_examples=500)
 FIT = Run((Action("fit"),))
 RESUMING = replace(FIT, resumes=True)
 
@@ -52,21 +51,25 @@ FOUND = {  # programs that have failed once
 LAUNCHERS = {"ddp": [], "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]}
 
 
-def check_programs(options: settings, folder: Path) -> None:
-    """Draw programs, and check each on ranks that exist for all of them."""
-    with ranks_of_many_sizes(folder) as ranks_of:
+def series(*, few: int, many: int) -> pytest.MarkDecorator:
+    """Run a test with a few examples, and with many, which differ from run to run, in the series `soak`."""
+    marks = [pytest.mark.soak, pytest.mark.timeout(3600)]
+    long = pytest.param(settings(ANY, max_examples=many), id=str(many), marks=marks)
+    short = pytest.param(settings(ANY, max_examples=few, derandomize=True), id=str(few))
+    return pytest.mark.parametrize("options", [short, long])
+
+
+@series(few=10, many=500)
+def test_programs_equal_a_loop_by_hand(options: settings, tmp_path: Path) -> None:
+    """Parameters, buffers, optimizer state, metrics and predictions are those of one process, to 1e-12."""
+    with ranks_of_many_sizes(tmp_path) as ranks_of:
 
         @options
         @given(programs())
         def check_one(program: Program) -> None:
-            check(program, ranks_of, folder)
+            check(program, ranks_of, tmp_path)
 
         check_one()
-
-
-def test_programs_equal_a_loop_by_hand(tmp_path: Path) -> None:
-    """Parameters, buffers, optimizer state, metrics and predictions are those of one process, to 1e-12."""
-    check_programs(FEW, tmp_path)
 
 
 @pytest.mark.parametrize("name", FOUND)
@@ -76,38 +79,24 @@ def test_programs_that_have_failed(name: str, tmp_path: Path) -> None:
         check(FOUND[name], ranks_of, tmp_path)
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-def test_many_programs_equal_a_loop_by_hand(tmp_path: Path) -> None:
-    """The same for 500 programs, which differ from run to run unless --hypothesis-seed is given."""
-    check_programs(MANY, tmp_path)
-
-
-def check_forked_programs(options: settings, folder: Path) -> None:
-    """Draw programs whose stages run in ranks that the calling process forks for each."""
+@series(few=3, many=60)
+def test_state_comes_back_to_the_caller(options: settings, tmp_path: Path) -> None:
+    """The same where each stage runs in forked processes, of the process that has called it."""
 
     @options
     @given(programs((2, 3), shuffles=False, draws=False))
     def check_one(program: Program) -> None:
-        check_forked(program, folder)
+        check_forked(program, tmp_path)
 
     check_one()
 
 
-def test_state_comes_back_to_the_caller(tmp_path: Path) -> None:
-    """The same where each stage runs in forked processes, of the process that has called it."""
-    check_forked_programs(settings(FEW, max_examples=3), tmp_path)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-def test_state_comes_back_to_the_caller_again_and_again(tmp_path: Path) -> None:
-    """The same for 60 programs."""
-    check_forked_programs(settings(MANY, max_examples=60), tmp_path)
-
-
-def check_scripts(options: settings, launcher: str, folder: Path, run_script: ScriptRunner) -> None:
-    """Draw programs, and check each in the processes of one script."""
+@series(few=3, many=60)
+@pytest.mark.parametrize("launcher", ["ddp", pytest.param("torchrun", marks=pytest.mark.soak)])
+def test_processes_of_a_script_equal_a_loop_by_hand(
+    options: settings, launcher: str, tmp_path: Path, run_script: ScriptRunner
+) -> None:
+    """The same in processes that remain between the stages: of a script that is run again, or of torchrun."""
     drawn: list[Program] = []
 
     @options
@@ -116,27 +105,24 @@ def check_scripts(options: settings, launcher: str, folder: Path, run_script: Sc
         drawn.append(replace(program, jobs=program.jobs[:1]))
 
     draw_one()
-    (folder / "programs.pkl").write_bytes(pickle.dumps(drawn))
-    command = [sys.executable, *LAUNCHERS[launcher], str(Path(script.__file__)), str(folder)]
+    (tmp_path / "programs.pkl").write_bytes(pickle.dumps(drawn))
+    command = [sys.executable, *LAUNCHERS[launcher], str(Path(script.__file__)), str(tmp_path)]
     result = run_script.command(command, env=with_tests(), timeout=60 + 10 * len(drawn), siblings=2)
     assert result.returncode == 0, result
     for number, program in enumerate(drawn):
-        check_written(program, folder / str(number))
+        check_written(program, tmp_path / str(number))
 
 
-@pytest.mark.parametrize("launcher", ["ddp", pytest.param("torchrun", marks=pytest.mark.soak)])
-def test_processes_of_a_script_equal_a_loop_by_hand(
-    launcher: str, tmp_path: Path, run_script: ScriptRunner
-) -> None:
-    """The same in processes that remain between the stages: of a script that is run again, or of torchrun."""
-    check_scripts(settings(FEW, max_examples=3), launcher, tmp_path, run_script)
+@series(few=10, many=500)
+def test_loops_equal_one_process(options: settings, tmp_path: Path) -> None:
+    """Without a Trainer, parameters and optimizer state of one to three modules are those of one process."""
+    with ranks_of_many_sizes(tmp_path) as ranks_of:
 
+        @options
+        @given(loops())
+        def check_one(loop: Loop) -> None:
+            expected = run_by_hand(loop)
+            for rank, found in enumerate(ranks_of(loop.world_size).run(run_on_rank, loop)):
+                assert differences(found, expected, f"rank {rank}") == []
 
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_processes_of_a_script_again_and_again(
-    launcher: str, tmp_path: Path, run_script: ScriptRunner
-) -> None:
-    """The same for 60 programs."""
-    check_scripts(settings(MANY, max_examples=60), launcher, tmp_path, run_script)
+        check_one()
