@@ -49,16 +49,19 @@ class Measured(Regression):
 
     def __init__(self) -> None:
         super().__init__()
-        of_both = {"error": torchmetrics.MeanSquaredError(), "spread": torchmetrics.PearsonCorrCoef()}
-        of_one = {"biggest": torchmetrics.MaxMetric(), "median": Median()}
-        self.metrics: Any = nn.ModuleDict({**of_both, **of_one})
-        for metric in self.metrics.values():
-            metric.set_dtype(torch.float64)
+        metrics: dict[str, torchmetrics.Metric] = {
+            "error": torchmetrics.MeanSquaredError(),
+            "spread": torchmetrics.PearsonCorrCoef(),
+            "biggest": torchmetrics.MaxMetric(),
+            "median": Median(),
+        }
+        self.metrics = nn.ModuleDict({name: each.set_dtype(torch.float64) for name, each in metrics.items()})
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         super().test_step(batch, batch_idx)
         values = (self(batch[0]).squeeze(-1), batch[1].squeeze(-1))
-        for name, metric in self.metrics.items():
+        for name in self.metrics:
+            metric: Any = self.metrics[name]
             metric.update(*values[: 2 if name in ("error", "spread") else 1])
             self.log(name, metric)
 

@@ -3,7 +3,7 @@
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rankwise.callbacks import Callback
-from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
+from rankwise.callbacks import Callback, LambdaCallback
+from rankwise.checkpoint import AsyncCheckpointIO
 from rankwise.errors import WorkerRaisedError
 from rankwise.process_group import rank_zero_first
 from rankwise.trainer.data import DataModule
@@ -21,17 +21,11 @@ from tests.helpers.scripts import ScriptRunner
 from tests.process.continued_tasks import sharded_adam
 from tests.process.exception_tasks import FAILS_AT, Fails, Hangs, Saves
 from tests.process.helpers import TORCHRUN, ddp, with_tests
+from tests.process.test_leaving import Slow
 from tests.process.training_tasks import Regression, loader, quiet_trainer
 
 GRACE_S = 0.5
-
-
-class SlowIO(TorchCheckpointIO):  # type: ignore[misc]  # final for users
-    """Takes several grace periods to write a file."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any) -> None:
-        time.sleep(6 * GRACE_S)
-        super().save_checkpoint(checkpoint, path)
+SLOW = Slow(6 * GRACE_S)
 
 
 def fail(who: int, callback: Callback, **options: Any) -> Any:
@@ -69,7 +63,7 @@ def test_a_checkpoint_of_the_rank_that_fails(
     check_continues(path)
 
 
-@pytest.mark.parametrize("io", [SlowIO(), AsyncCheckpointIO(SlowIO())], ids=["own thread", "another thread"])
+@pytest.mark.parametrize("io", [SLOW, AsyncCheckpointIO(SLOW)], ids=["own thread", "another thread"])
 def test_a_checkpoint_that_takes_longer_than_the_grace_period(io: Any, tmp_path: Path) -> None:
     """The rank is killed only when its file is complete."""
     path = tmp_path / "failed.ckpt"
@@ -83,23 +77,31 @@ SCRIPT = """
     from tests.process.exception_tasks import Fails, Hangs, Saves
     from tests.process.training_tasks import loader, quiet_trainer
 
-    who, path = int(sys.argv[1]), Path(sys.argv[2])
-    quiet_trainer("ddp", 2, max_epochs=1, callbacks=Saves(path)).fit(Fails(who), loader(32, 4))
+    who, path = int(sys.argv[1]), sys.argv[2:]
+    callback = Saves(Path(*path)) if path else Hangs()
+    quiet_trainer("ddp", 2, max_epochs=1, callbacks=callback).fit(Fails(who), loader(32, 4))
 """
+
+
+def fail_in_a_script(run_script: ScriptRunner, who: int, *path: str, command: Sequence[str] = ()) -> None:
+    """Save or, without a path, hang in the hook of a script's rank that fails."""
+    program = [sys.executable, *command, str(run_script.write(SCRIPT)), str(who), *path]
+    result = run_script.command(program, env=with_tests(), siblings=2 if command else 1)
+    assert result.returncode == 1, result
+    assert "ValueError: the first failure" in result.stderr, result
 
 
 @pytest.mark.parametrize(
     ("who", "command"),
-    [(0, "python"), *(pytest.param(1, each, marks=pytest.mark.soak) for each in ("python", "torchrun"))],
+    [(0, ()), *(pytest.param(1, each, marks=pytest.mark.soak) for each in ((), TORCHRUN))],
+    ids=["0-python", "1-python", "1-torchrun"],
 )
-def test_a_checkpoint_in_a_script(who: int, command: str, tmp_path: Path, run_script: ScriptRunner) -> None:
+def test_a_checkpoint_in_a_script(
+    who: int, command: tuple[str, ...], tmp_path: Path, run_script: ScriptRunner
+) -> None:
     """So it does where the main process is rank 0, and under torchrun."""
     path = tmp_path / "failed.ckpt"
-    options = TORCHRUN if command == "torchrun" else ()
-    program = [sys.executable, *options, str(run_script.write(SCRIPT)), str(who), str(path)]
-    result = run_script.command(program, env=with_tests(), siblings=2)
-    assert result.returncode == 1, result
-    assert "ValueError: the first failure" in result.stderr, result
+    fail_in_a_script(run_script, who, str(path), command=command)
     check_continues(path)
 
 
@@ -110,15 +112,10 @@ def test_a_hook_that_hangs(who: int) -> None:
     assert error.elapsed_s < 10 * slowdown()
 
 
-HANGING_SCRIPT = SCRIPT.replace("Saves(path)", "Hangs()")
-
-
 @pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.soak)])
-def test_a_hook_that_hangs_in_a_script(who: int, tmp_path: Path, run_script: ScriptRunner) -> None:
+def test_a_hook_that_hangs_in_a_script(who: int, run_script: ScriptRunner) -> None:
     """So it does where rank 0 is the main process."""
-    result = run_script(HANGING_SCRIPT, str(who), "-", env=with_tests(), siblings=1)
-    assert result.returncode == 1, result
-    assert "ValueError: the first failure" in result.stderr, result
+    fail_in_a_script(run_script, who)
 
 
 class RaisesToo(Callback):
@@ -236,20 +233,10 @@ def test_weights_beside_a_sharded_optimizer(tmp_path: Path, monkeypatch: pytest.
     Regression("adam").load_state_dict(torch.load("weights", weights_only=True)["state_dict"])
 
 
-class StopsOthers(Callback):
-    """One rank fails while the other is in its optimizer step; both save into files of their own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_rank == 1 and batch_idx == 3:
-            time.sleep(0.2)
-            raise ValueError("the first failure")
-
-    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        if trainer.strategy.is_in_job:
-            trainer.save_checkpoint(self.folder / f"{trainer.global_rank}-{type(exception).__name__}")
+def fail_during_a_step(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    if trainer.global_rank == 1 and batch_idx == 3:
+        time.sleep(0.2)
+        raise ValueError("the first failure")
 
 
 class SlowAdam(torch.optim.Adam):
@@ -275,5 +262,11 @@ class SlowSteps(Regression):
 
 def test_weights_that_are_partly_updated_are_not_saved(tmp_path: Path) -> None:
     """A rank that is stopped within its optimizer step refuses to save; the one that failed has saved."""
-    fail(1, StopsOthers(tmp_path), module=SlowSteps())
+
+    def save(trainer: Any, module: Any, exception: BaseException) -> None:
+        if trainer.strategy.is_in_job:
+            trainer.save_checkpoint(tmp_path / f"{trainer.global_rank}-{type(exception).__name__}")
+
+    callback = LambdaCallback(on_train_batch_start=fail_during_a_step, on_exception=save)
+    fail(1, callback, module=SlowSteps())
     assert [path.name for path in tmp_path.iterdir()] == ["1-ValueError"]
