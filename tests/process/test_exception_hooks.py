@@ -3,7 +3,8 @@
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,12 @@ GRACE_S = 0.5
 SLOW = Slow(6 * GRACE_S)
 
 
-def fail(who: int, callback: Callback, **options: Any) -> Any:
+def fail(who: int, callback: Any, **options: Any) -> Any:
     """Fit with a failure on one rank; return the caller's exception."""
     strategy = ddp("fork", grace_period_s=GRACE_S)
-    module = options.pop("module", None) or Fails(who)
+    module, data = options.pop("module", None) or Fails(who), options.pop("data", None) or loader(32, 4)
     with pytest.raises(WorkerRaisedError, match="the first failure") as caught:
-        quiet_trainer(strategy, 2, max_epochs=1, callbacks=callback, **options).fit(module, loader(32, 4))
+        quiet_trainer(strategy, 2, max_epochs=1, callbacks=callback, **options).fit(module, data)
     assert caught.value.global_rank == who
     return caught.value
 
@@ -77,32 +78,32 @@ SCRIPT = """
     from tests.process.exception_tasks import Fails, Hangs, Saves
     from tests.process.training_tasks import loader, quiet_trainer
 
-    who, path = int(sys.argv[1]), sys.argv[2:]
-    callback = Saves(Path(*path)) if path else Hangs()
+    who, path, hook = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    callback = Saves(path) if hook == "saves" else Hangs()
     quiet_trainer("ddp", 2, max_epochs=1, callbacks=callback).fit(Fails(who), loader(32, 4))
 """
 
 
-def fail_in_a_script(run_script: ScriptRunner, who: int, *path: str, command: Sequence[str] = ()) -> None:
-    """Save or, without a path, hang in the hook of a script's rank that fails."""
-    program = [sys.executable, *command, str(run_script.write(SCRIPT)), str(who), *path]
-    result = run_script.command(program, env=with_tests(), siblings=2 if command else 1)
+@pytest.mark.parametrize(
+    ("who", "hook", "command"),
+    [
+        (0, "saves", ()),
+        (0, "hangs", ()),
+        *(pytest.param(1, hook, (), marks=pytest.mark.soak) for hook in ("saves", "hangs")),
+        pytest.param(1, "saves", TORCHRUN, marks=pytest.mark.soak),
+    ],
+)
+def test_a_hook_in_a_script(
+    who: int, hook: str, command: tuple[str, ...], tmp_path: Path, run_script: ScriptRunner
+) -> None:
+    """It can save or hang also where the main process is rank 0, and save under torchrun."""
+    path = tmp_path / "failed.ckpt"
+    program = [sys.executable, *command, str(run_script.write(SCRIPT)), str(who), str(path), hook]
+    result = run_script.command(program, env=with_tests(), siblings=2)
     assert result.returncode == 1, result
     assert "ValueError: the first failure" in result.stderr, result
-
-
-@pytest.mark.parametrize(
-    ("who", "command"),
-    [(0, ()), *(pytest.param(1, each, marks=pytest.mark.soak) for each in ((), TORCHRUN))],
-    ids=["0-python", "1-python", "1-torchrun"],
-)
-def test_a_checkpoint_in_a_script(
-    who: int, command: tuple[str, ...], tmp_path: Path, run_script: ScriptRunner
-) -> None:
-    """So it does where the main process is rank 0, and under torchrun."""
-    path = tmp_path / "failed.ckpt"
-    fail_in_a_script(run_script, who, str(path), command=command)
-    check_continues(path)
+    if hook == "saves":
+        check_continues(path)
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -110,12 +111,6 @@ def test_a_hook_that_hangs(who: int) -> None:
     """The job ends after the grace period, with the first failure."""
     error = fail(who, Hangs())
     assert error.elapsed_s < 10 * slowdown()
-
-
-@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.soak)])
-def test_a_hook_that_hangs_in_a_script(who: int, run_script: ScriptRunner) -> None:
-    """So it does where rank 0 is the main process."""
-    fail_in_a_script(run_script, who)
 
 
 class RaisesToo(Callback):
@@ -141,9 +136,7 @@ class Data(DataModule):
 def test_hooks_do_not_replace_the_failure(tmp_path: Path) -> None:
     """What hooks raise afterwards is logged; the next hooks are called."""
     path = tmp_path / "failed.ckpt"
-    trainer = quiet_trainer(ddp("fork"), 2, max_epochs=1, callbacks=[RaisesToo(), Saves(path)])
-    with pytest.raises(WorkerRaisedError, match="the first failure"):
-        trainer.fit(Fails(0), datamodule=Data())
+    fail(0, [RaisesToo(), Saves(path)], data=Data())
     assert path.exists()
 
 
@@ -175,29 +168,18 @@ CALLS: dict[str, Callable[[Any, Any], object]] = {
 }
 
 
-class CallsAll(Callback):
-    """Calls collectives in each hook after a failure; notes what they raise."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        self._call_all(trainer, module, "on_exception")
-
-    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
-        self._call_all(trainer, module, "teardown")
-
-    def _call_all(self, trainer: Any, module: Any, hook: str) -> None:
-        if trainer.global_rank != module.who or not trainer.strategy.is_in_job:
-            return
-        texts = []
-        for call in CALLS.values():
-            try:
-                call(trainer, module)
-                texts.append("returned")
-            except Exception as error:
-                texts.append(f"{type(error).__name__}: {error}")
-        (self.folder / hook).write_text("\n---\n".join(texts))
+def call_all(hook: str, trainer: Any, module: Any, *_: Any) -> None:
+    """Call collectives in a hook after a failure; write down what they raise."""
+    if trainer.global_rank != module.who or not trainer.strategy.is_in_job:
+        return
+    texts = []
+    for call in CALLS.values():
+        try:
+            call(trainer, module)
+            texts.append("returned")
+        except Exception as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    Path(hook).write_text("\n---\n".join(texts))
 
 
 class Sharded(Fails):
@@ -213,11 +195,12 @@ def test_collectives_are_refused(
 ) -> None:
     """Each is an error that says why, instead of a wait for ranks that do not come."""
     monkeypatch.chdir(tmp_path)
-    strategy = ddp("fork", grace_period_s=20, **options)
-    trainer = quiet_trainer(strategy, 2, max_epochs=1, callbacks=CallsAll(tmp_path))
+    strategy, hooks = ddp("fork", grace_period_s=20, **options), ("on_exception", "teardown")
+    calls = LambdaCallback(**{hook: partial(call_all, hook) for hook in hooks})
+    trainer = quiet_trainer(strategy, 2, max_epochs=1, callbacks=calls)
     with pytest.raises(WorkerRaisedError, match="the first failure"):
         trainer.fit(Sharded(1), loader(32, 4))
-    for hook in ("on_exception", "teardown"):
+    for hook in hooks:
         texts = (tmp_path / hook).read_text().split("\n---\n")
         for name, text in zip(CALLS, texts, strict=True):
             assert text.startswith("LifecycleError: ")
