@@ -11,9 +11,6 @@ from rankwise.errors import WorkerError
 from tests.process.host_cases import in_a_thread, strategy_of
 from tests.process.training_tasks import Regression, loader, quiet_trainer
 
-def say(*words):
-    print(*words, flush=True)
-
 def fail(how):
     if how == "_exit":
         os._exit(3)
@@ -41,7 +38,7 @@ class Failing(Regression):
 
 def run(method, how, way):
     main, launch = os.getpid(), lambda: strategy_of(method).launch(job, how)
-    atexit.register(lambda: say("exit hooks ran") if os.getpid() == main else None)
+    atexit.register(lambda: print("exit hooks ran") if os.getpid() == main else None)
     if way == "fit":
         quiet_trainer(strategy_of(method), 2, max_epochs=1).fit(Failing(how), loader(8, 1))
     elif way == "caught":
@@ -51,14 +48,14 @@ def run(method, how, way):
         except WorkerError:
             pass
         gc.collect()
-        say("as before:", sys.excepthook is before)
+        print("as before:", sys.excepthook is before)
         raise ValueError("another")
     elif way == "thread":
         in_a_thread(launch)
-        say("as before:", sys.excepthook is sys.__excepthook__)
+        print("as before:", sys.excepthook is sys.__excepthook__)
     else:
         if way == "own hook":
-            sys.excepthook = lambda kind, value, traceback: say("own hook", kind.__name__)
+            sys.excepthook = lambda kind, value, traceback: print("own hook", kind.__name__)
         if way == "interactive":
             sys.ps1 = ">>> "
         launch()

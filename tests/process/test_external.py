@@ -24,9 +24,6 @@ from rankwise.errors import WorldSizeMismatchError
 from rankwise.registry import StrategyRegistry
 import torch
 
-def say(*words):
-    print(*words, flush=True)
-
 def job(strategy, pid, number):
     total = strategy.all_reduce(torch.tensor(float(strategy.global_rank + 1)), reduce_op="sum")
     return float(total), os.getpid() == pid, number
@@ -37,17 +34,17 @@ if __name__ == "__main__":
         strategy = StrategyRegistry.create(name, accelerator="cpu")
         value = strategy.launch(job, os.getpid(), 1)
         again = strategy.launch(job, os.getpid(), 2)
-        say(name, strategy.global_rank, strategy.world_size, value, again, strategy.environment.name)
+        print(name, strategy.global_rank, strategy.world_size, value, again, strategy.environment.name)
     try:
         StrategyRegistry.create("ddp", accelerator="cpu", devices=3).bind()
     except WorldSizeMismatchError as error:
-        say("mismatch", error)
+        print("mismatch", error)
     try:
         StrategyRegistry.create("single_device", accelerator="cpu").bind()
     except ValueError as error:
-        say("single", error)
+        print("single", error)
     assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())
-    say("end")
+    print("end")
 """
 OWN_GROUP = """
 def job_of_bound(strategy, plain):
@@ -80,7 +77,7 @@ torch.distributed.init_process_group("gloo")
 facts = [*train_without_a_launch(strategy), strategy.launch(job_of_bound, plain)]
 gc.collect()  # a wrapper that outlives its group may abort the process at exit
 assert not [each for each in gc.get_objects() if isinstance(each, wrapper)]
-say("own group", rank, facts)
+print("own group", rank, facts)
 torch.distributed.destroy_process_group()
 """
 NAMES = ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook", "auto")
