@@ -7,7 +7,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from rankwise.errors import RankwiseError
-from rankwise.strategies import DDPStrategy
+from rankwise.strategies import DDPStrategy, Strategy
+from tests.process.exception_tasks import Fails
 from tests.process.training_tasks import Regression, dataset, loader, quiet_trainer
 
 
@@ -52,6 +53,23 @@ def late() -> None:
     strategy = DDPStrategy(accelerator="cpu", timeout=4, stall_warning=0.6)
     slow = DataLoader(Slow(*dataset(64).tensors), batch_size=2)
     quiet_trainer(strategy, "auto", max_epochs=1).fit(Regression(), slow)
+
+
+def fail_in_fit() -> None:
+    """Let rank 1 fail in a step."""
+    quiet_trainer("auto", "auto", max_epochs=1).fit(Fails(1), loader(32, 4))
+
+
+def fail_in_launch() -> None:
+    """Let rank 1 fail in a launched function."""
+    DDPStrategy(accelerator="cpu").launch(_fail)
+
+
+def _fail(strategy: Strategy) -> None:
+    strategy.barrier()
+    if strategy.global_rank == 1:
+        raise ValueError("the first failure")
+    time.sleep(60)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from rankwise.errors import WorkerRaisedError, WorkerTimedOutError
-from tests.helpers.shared import computed_once
 from tests.process.check_tasks import (
     buckets,
     come_late,
@@ -30,47 +29,39 @@ def results_of(function: Any, rendezvous: str = "private", **arguments: Any) -> 
     return [strategy.results[rank] for rank in range(2)]
 
 
-@pytest.fixture(params=RENDEZVOUS)
-@computed_once
-def messages(request: pytest.FixtureRequest) -> list[dict[str, str]]:
-    """Return the error text that each rank got for every mistake; one launch serves all tests."""
-    return results_of(mismatches, request.param)
+MISTAKES = {
+    "kind": (r"broadcast of float32\[4\] \(root 0\)", r"all_reduce of float32\[4\] \(sum\)"),
+    "shape": (r"all_reduce of float32\[3\] \(sum\)", r"all_reduce of float32\[4\] \(sum\)"),
+    "dtype": (r"all_reduce of float32\[2\] \(sum\)", r"all_reduce of int64\[2\] \(sum\)"),
+    "operation": (r"all_reduce of float32\[4\] \(sum\)", r"all_reduce of float32\[4\] \(max\)"),
+    "root": (r"broadcast of float32\[4\] \(root 0\)", r"broadcast of float32\[4\] \(root 1\)"),
+    "by its own name": (r"all_reduce of float32\[4\] \(sum\)", "barrier"),
+    "objects": (r"all_gather_object of (?:2 x int64\[1\]|int64\[2\])", "barrier"),
+    "many": (
+        r"all_gather of float32\[0\], float32\[1\], float32\[2\], \.\.\. \(6 tensors, 15 elements\)",
+        "barrier",
+    ),
+    "order": (r"all_reduce of float32\[4\] \(sum\)", r"all_reduce of float32\[4\] \(sum\)"),
+    "subgroup": (r"all_reduce of float32\[1\] \(sum\)", r"all_reduce of float32\[2\] \(sum\)"),
+}
 
 
-@pytest.mark.parametrize(
-    ("mistake", "zeros", "ones"),
-    [
-        ("kind", r"broadcast of float32\[4\] \(root 0\)", r"all_reduce of float32\[4\] \(sum\)"),
-        ("shape", r"all_reduce of float32\[3\] \(sum\)", r"all_reduce of float32\[4\] \(sum\)"),
-        ("dtype", r"all_reduce of float32\[2\] \(sum\)", r"all_reduce of int64\[2\] \(sum\)"),
-        ("operation", r"all_reduce of float32\[4\] \(sum\)", r"all_reduce of float32\[4\] \(max\)"),
-        ("root", r"broadcast of float32\[4\] \(root 0\)", r"broadcast of float32\[4\] \(root 1\)"),
-        ("by its own name", r"all_reduce of float32\[4\] \(sum\)", "barrier"),
-        ("objects", r"all_gather_object of (?:2 x int64\[1\]|int64\[2\])", "barrier"),
-        (
-            "many",
-            r"all_gather of float32\[0\], float32\[1\], float32\[2\], \.\.\. \(6 tensors, 15 elements\)",
-            "barrier",
-        ),
-        ("order", r"all_reduce of float32\[4\] \(sum\)", r"all_reduce of float32\[4\] \(sum\)"),
-        ("subgroup", r"all_reduce of float32\[1\] \(sum\)", r"all_reduce of float32\[2\] \(sum\)"),
-    ],
-)
-def test_a_mismatch_is_an_error_on_every_rank(
-    messages: list[dict[str, str]], mistake: str, zeros: str, ones: str
-) -> None:
-    """Both ranks get the same text: what each of them called, and where."""
-    assert messages[0][mistake] == messages[1][mistake]
+@pytest.mark.parametrize("rendezvous", RENDEZVOUS)
+def test_a_mismatch_is_an_error_on_every_rank(rendezvous: str) -> None:
+    """Both ranks get the same text: what each of them called, and where.
+
+    Nothing was sent, so a rank that catches the error can continue.
+    """
+    messages, others = results_of(mismatches, rendezvous)
+    assert messages == others
+    assert messages.pop("afterwards") == "no error: [2.0, 2.0, 2.0, 2.0]"
+    assert set(messages) == set(MISTAKES)
     place = r" at check_tasks\.py:(\d+) in <lambda>\n"
-    expected = rf"  Seen: global_rank 0: {zeros}{place} +global_rank 1: {ones}{place}"
-    found = re.search(expected, messages[0][mistake])
-    assert found is not None, messages[0][mistake]
-    assert (found[1] != found[2]) == (mistake == "order")
-
-
-def test_a_mismatch_leaves_the_group_usable(messages: list[dict[str, str]]) -> None:
-    """Nothing was sent, so a rank that catches the error can continue."""
-    assert [found["afterwards"] for found in messages] == ["no error: [2.0, 2.0, 2.0, 2.0]"] * 2
+    for mistake, (zeros, ones) in MISTAKES.items():
+        expected = rf"  Seen: global_rank 0: {zeros}{place} +global_rank 1: {ones}{place}"
+        found = re.search(expected, messages[mistake])
+        assert found is not None, messages[mistake]
+        assert (found[1] != found[2]) == (mistake == "order")
 
 
 @pytest.mark.parametrize("rendezvous", RENDEZVOUS)
@@ -102,14 +93,11 @@ def test_gradients_meet_something_else() -> None:
 @pytest.mark.parametrize("from_subgroup", [False, True])
 def test_a_rank_that_has_left(from_subgroup: bool) -> None:
     """A rank in a collective gets an error as soon as another rank has returned."""
-    strategy = ddp("fork", check_collectives=True)
-    with pytest.raises(WorkerRaisedError) as caught:
-        strategy.launch(leave_early, from_subgroup=from_subgroup)
+    call = r"global_rank 1: all_reduce of float32\[1\] \(sum\) at .* in leave_early"
+    with pytest.raises(WorkerRaisedError, match=call) as caught:
+        ddp("fork", check_collectives=True).launch(leave_early, from_subgroup=from_subgroup)
     assert caught.value.exception_type == "CollectiveMismatchError"
     assert "global_rank 0: the end of what was launched" in str(caught.value)
-    assert re.search(
-        r"global_rank 1: all_reduce of float32\[1\] \(sum\) at .* in leave_early", str(caught.value)
-    )
 
 
 def test_a_rank_that_does_not_come() -> None:
@@ -133,8 +121,7 @@ def test_training_is_the_same_with_the_check() -> None:
         trainer = quiet_trainer(ddp("fork", check_collectives=is_checked), 2, max_epochs=2)
         trainer.fit(module, loader(23, 4, shuffle=True), loader(9, 4))
         weights.append(module.state_dict())
-    for name, value in weights[0].items():
-        assert torch.equal(value, weights[1][name]), name
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("is_checked", [False, True])
@@ -142,11 +129,9 @@ def test_collectives_in_a_section_of_rank_zero(is_checked: bool) -> None:
     """In a section of rank zero a collective is an error that names the call, torch's own included."""
     found, others = results_of(in_sections, check_collectives=is_checked)
     assert others == {}
-    expected = {
-        "ours in a block": "barrier was called in state 'in the block of rank_zero_first()",
-        "torch's in a block": "all_reduce of float32[2] (sum) at check_tasks.py",
-        "ours in a node's block": "barrier was called in state 'in the block of rank_zero_first()",
-    }
+    ours = "barrier was called in state 'in the block of rank_zero_first()"
+    expected = {"ours in a block": ours, "ours in a node's block": ours}
+    expected["torch's in a block"] = "all_reduce of float32[2] (sum) at check_tasks.py"
     if is_checked:
         expected["torch's in a function"] = "was called in state 'in a function that only rank zero runs'"
     assert set(found) == set(expected)
@@ -160,6 +145,5 @@ def test_every_collective_of_torch_is_seen() -> None:
     for found in results_of(every_collective, check_collectives=False):
         for name, calls in found.items():
             assert calls, name
-            if name != "single":
-                assert all(call.split(" ")[0] == name for call in calls), calls
+            assert name == "single" or {call.split(" ")[0] for call in calls} == {name}, calls
     assert dict(vars(dist.ProcessGroup)) == methods

@@ -1,6 +1,6 @@
 """The number of collectives of a step on two processes, by gloo's own sequence numbers."""
 
-from itertools import pairwise
+import itertools
 from typing import Any
 
 import pytest
@@ -8,11 +8,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from rankwise.callbacks import Callback
 from rankwise.process_group import gather_all_tensors
 from rankwise.strategies import DDPStrategy
-from rankwise.testing import run_distributed
-from tests.helpers.shared import computed_once
 from tests.process.training_tasks import Regression, loader, quiet_trainer
 
 MODES = ("single_auto_sync", "multi_auto_sync", "forced_sync")
@@ -56,126 +53,66 @@ def window(strategy: DDPStrategy, wrapped: nn.Module) -> None:
     wrapped.zero_grad()
 
 
-def count_steps(strategy: DDPStrategy) -> dict[tuple[str, str | None, str], tuple[int, int]]:
-    """Return the collectives of some windows and the number of DDP's buckets."""
-    found = {}
-    for mode in MODES:
-        for weighting in WEIGHTINGS:
-            for hook in (None, "fp16_compress") if mode != "forced_sync" else (None,):
-                options: dict[str, Any] = {"sync_mode": mode, "gradient_weighting": weighting}
-                strategy.gradients = DDPStrategy(comm_hook=hook, **options).gradients
-                strategy.ddp_kwargs = {"bucket_cap_mb": 0.0005}
-                wrapped: Any = strategy.setup_module(deep())
-                window(strategy, wrapped)
-                window(strategy, wrapped)  # DDP has rebuilt its buckets by now
-                buckets = len(wrapped.reducer._get_zeros_like_grad_buckets())
-                count = Count()
-                for _ in range(WINDOWS):
-                    window(strategy, wrapped)
-                found[mode, weighting, str(hook)] = count.now(), buckets
-    return found
-
-
-def count_gathers(strategy: DDPStrategy) -> list[int]:
-    """Return the collectives of gathering small and large tensors of uneven sizes."""
-    found = []
-    for size in (3, 30_000):
-        count = Count()
-        gather_all_tensors(torch.ones(size + strategy.global_rank))
-        found.append(count.now())
-    return found
-
-
-def count_everything(strategy: DDPStrategy) -> Any:
-    """Count steps and gathers on this rank."""
-    return count_steps(strategy), count_gathers(strategy)
-
-
-@pytest.fixture
-@computed_once
-def counts() -> Any:
-    """Return what both ranks counted."""
-    return run_distributed(count_everything)
-
-
-@pytest.mark.parametrize("weighting", WEIGHTINGS)
+@pytest.mark.distributed
 @pytest.mark.parametrize("mode", MODES)
-def test_one_collective_for_each_bucket_and_step(mode: str, weighting: str | None, counts: Any) -> None:
+def test_one_collective_for_each_bucket_and_step(mode: str, rank_strategy: DDPStrategy) -> None:
     """Under accumulation there is one for each bucket and optimizer step, whatever weighs the batches.
 
     With `multi_auto_sync` each microbatch reduces; forced sync makes one bucket of all. Hooks change nothing.
     """
-    hooks = ["None"] if mode == "forced_sync" else ["None", "fp16_compress"]
-    for found, _ in counts:
-        for hook in hooks:
-            calls, buckets = found[mode, weighting, hook]
-            assert buckets > 2 or mode == "forced_sync"
-            each = {"single_auto_sync": buckets, "multi_auto_sync": buckets * MICROBATCHES, "forced_sync": 1}
-            assert calls == each[mode] * WINDOWS, hook
+    rank_strategy.ddp_kwargs = {"bucket_cap_mb": 0.0005}
+    hooks = (None,) if mode == "forced_sync" else (None, "fp16_compress")
+    for weighting, hook in itertools.product(WEIGHTINGS, hooks):
+        options: dict[str, Any] = {"sync_mode": mode, "gradient_weighting": weighting, "comm_hook": hook}
+        rank_strategy.gradients = DDPStrategy(**options).gradients
+        wrapped: Any = rank_strategy.setup_module(deep())
+        window(rank_strategy, wrapped)
+        window(rank_strategy, wrapped)  # DDP has rebuilt its buckets by now
+        buckets = len(wrapped.reducer._get_zeros_like_grad_buckets())
+        count = Count()
+        for _ in range(WINDOWS):
+            window(rank_strategy, wrapped)
+        each = {"single_auto_sync": buckets, "multi_auto_sync": buckets * MICROBATCHES, "forced_sync": 1}
+        assert count.now() == each[mode] * WINDOWS, options
+        assert buckets > 2 or mode == "forced_sync"
 
 
-def test_gather_all_tensors_takes_at_most_two_collectives(counts: Any) -> None:
+@pytest.mark.distributed
+def test_gather_all_tensors_takes_at_most_two_collectives(rank_strategy: DDPStrategy) -> None:
     """Small tensors take one collective; large ones also one message sent and one received."""
-    for _, gathers in counts:
-        assert gathers == [1, 1 + 2]
+    for size, expected in ((3, 1), (30_000, 1 + 2)):
+        count = Count()
+        gather_all_tensors(torch.ones(size + rank_strategy.global_rank))
+        assert count.now() == expected
 
 
-class Counting(Callback):
-    """Notes how many collectives there were at the end of each step, and asks to stop on rank 1."""
+class Silent(Regression):
+    """Notes how many collectives there were at the end of each step; on rank 1 it asks to stop.
+
+    It logs nothing, since what is logged is reduced too, and has no buffers, since DDP sends rank 0's.
+    """
 
     STOPS_AT = 4
 
     def __init__(self) -> None:
-        self.count: Count | None = None
+        super().__init__()
+        del self.reductions
         self.found: list[int] = []
 
     @override
-    def on_train_start(self, trainer: Any, module: Any) -> None:
+    def on_train_start(self) -> None:
         self.count = Count()
-
-    @override
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_rank == 1 and trainer.global_step == self.STOPS_AT:
-            trainer.should_stop = True
-        assert self.count is not None
-        self.found.append(self.count.now())
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"found": self.found}
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.found = list(state["found"])
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "count": None}
-
-
-class Silent(Regression):
-    """Logs nothing, since what is logged is reduced too, and has no buffers, since DDP sends rank 0's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.reductions
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss: Tensor = nn.functional.mse_loss(self(batch[0]), batch[1])
         return loss
 
-
-@pytest.mark.quick
-def test_stopping_takes_no_collective() -> None:
-    """One rank asks to stop, all stop after the same step, and each step has one all-reduce only."""
-    noted = Counting()
-    trainer = quiet_trainer("ddp_fork", 2, max_steps=400, callbacks=[noted])
-    trainer.fit(Silent(), loader(4000, 4))
-    assert Counting.STOPS_AT <= trainer.global_step < 400
-    assert len(noted.found) == trainer.global_step
-    # The second step has one more: DDP agrees on new buckets, once.
-    each = [after - before for before, after in pairwise(noted.found)]
-    assert set(each[2:]) == {1}, noted.found
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.global_rank == 1 and self.trainer.global_step == self.STOPS_AT:
+            self.trainer.should_stop = True
+        self.found.append(self.count.now())
 
 
 class Telling(Silent):
@@ -189,9 +126,15 @@ class Telling(Silent):
         return loss
 
 
-def test_logged_values_take_one_collective() -> None:
-    """All values of a step are reduced at once, after the gradients."""
-    noted = Counting()
-    quiet_trainer("ddp_fork", 2, max_steps=8, callbacks=[noted]).fit(Telling(), loader(4000, 4))
-    each = [after - before for before, after in pairwise(noted.found)]
-    assert set(each[2:]) == {2}, noted.found
+@pytest.mark.parametrize(
+    ("module", "count"), [pytest.param(Silent(), 1, marks=pytest.mark.quick), (Telling(), 2)]
+)
+def test_collectives_of_a_step(module: Silent, count: int) -> None:
+    """One all-reduce has the gradients, and one all logged values; to stop on all ranks takes none."""
+    trainer = quiet_trainer("ddp_fork", 2, max_steps=400)
+    trainer.fit(module, loader(4000, 4))
+    assert module.STOPS_AT <= trainer.global_step < 400
+    assert len(module.found) == trainer.global_step
+    # The second step has one more: DDP agrees on new buckets, once.
+    each = [after - before for before, after in itertools.pairwise(module.found)]
+    assert set(each[2:]) == {count}, module.found

@@ -154,6 +154,7 @@ class Started(list[subprocess.Popen[bytes]]):
 
 
 SLEEP = ["sleep", "60"]
+WORKER = [sys.executable, "-m", "rankwise.launchers.commands.worker", "127.0.0.1", "1", "1"]
 
 
 @pytest.mark.quick
@@ -164,13 +165,7 @@ SLEEP = ["sleep", "60"]
         (Started(SLEEP, None), InvalidTypeError, r"wait\(\) and kill\(\)"),
         (Started(SLEEP, SLEEP), WorkerRaisedError, "has not connected to the launching process within 1 s"),
         (Started(SLEEP, ["sh", "-c", "exit 7"]), WorkerExitedError, "global_rank=1.*exited with code 7"),
-        (
-            Started(
-                SLEEP, [sys.executable, "-m", "rankwise.launchers.commands.worker", "127.0.0.1", "1", "1"]
-            ),
-            WorkerExitedError,
-            "global_rank=1.*exited with code 1",
-        ),
+        (Started(SLEEP, WORKER), WorkerExitedError, "global_rank=1.*exited with code 1"),
     ],
     ids=["start raises", "no process", "never connects", "ends early", "without the variables"],
 )

@@ -8,11 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rankwise.errors import LifecycleError, UnknownNameError
 from rankwise.gradient_sync import GradientSyncMode, gradient_sync_context, register_ddp_comm_hook
 from rankwise.strategies import DDPStrategy
-from tests.helpers.shared import computed_once
-from tests.process.helpers import ddp
 
 MODES = [mode.value for mode in GradientSyncMode]
 WINDOW = 3
@@ -71,69 +68,36 @@ def window(strategy: DDPStrategy, mode: str) -> tuple[list[Tensor], int]:
     return gradients(wrapped), counting.calls
 
 
-def after_an_error(strategy: DDPStrategy) -> Tensor | None:
-    """Return a gradient of this rank's own, once a block with forced sync has raised."""
-    module = nn.Linear(1, 1)
-    module.weight.grad = torch.full((1, 1), float(strategy.global_rank))
-    with pytest.raises(KeyError), gradient_sync_context(module, mode="forced_sync"):
-        raise KeyError
-    return module.weight.grad
-
-
-def facts(strategy: DDPStrategy) -> dict[str, Any]:
-    """Return everything that the tests compare."""
-    found: dict[str, Any] = {mode: window(strategy, mode) for mode in MODES}
-    found["after an error"] = after_an_error(strategy)
-    frozen = Heads().requires_grad_(False)
-    found["frozen is wrapped"] = isinstance(strategy.setup_module(frozen), DistributedDataParallel)
-    found["prepared"] = getattr(strategy.setup_module(Heads()), "find_unused_parameters", None)
-    return found
-
-
-@pytest.fixture
-@computed_once
-def by_rank() -> dict[int, dict[str, Any]]:
-    """Run the job once."""
-    strategy = ddp("fork", find_unused_parameters=True)
-    strategy.launch(facts)
-    return strategy.results
-
-
+@pytest.mark.distributed
 @pytest.mark.quick
 @pytest.mark.parametrize(("mode", "reductions"), [*zip(MODES, (1, WINDOW, 1), strict=True)])
-def test_ddp_sync_context(by_rank: dict[int, dict[str, Any]], mode: str, reductions: int) -> None:
-    """`_ddp_sync_context`: under each mode the gradients are one process's, after as many all-reduces."""
+def test_ddp_sync_context(mode: str, reductions: int, rank_strategy: DDPStrategy) -> None:
+    """`_ddp_sync_context`: under each mode, named in any case, gradients are one process's."""
+    assert DDPStrategy(sync_mode=mode.upper()).gradients.mode is GradientSyncMode(mode)
     single = Heads()
     for rank in range(2):
         for samples in SAMPLES[rank]:
             (single(samples, rank) / (2 * WINDOW)).backward()
-    for rank in range(2):
-        found, count = by_rank[rank][mode]
-        assert count == reductions
-        for mine, expected in zip(found, gradients(single), strict=True):
-            torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+    found, count = window(rank_strategy, mode)
+    assert count == reductions
+    torch.testing.assert_close(found, gradients(single), rtol=0, atol=1e-12)
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("mode", MODES)
-def test_ddp_sync_strategy(mode: str) -> None:
-    """`DDPSyncStrategy`: its names as strings, in any case; an unknown name is an error."""
-    assert DDPStrategy(sync_mode=mode.upper()).gradients.mode is GradientSyncMode(mode)
-    with pytest.raises(UnknownNameError, match=mode):
-        DDPStrategy(sync_mode=mode + "s")
-
-
-def test_forced_sync_reduces_nothing_after_an_error(by_rank: dict[int, dict[str, Any]]) -> None:
+@pytest.mark.distributed
+def test_forced_sync_reduces_nothing_after_an_error(rank_strategy: DDPStrategy) -> None:
     """After a backward pass that raised, each rank has its own gradients, and no rank waits."""
-    assert [float(by_rank[rank]["after an error"]) for rank in range(2)] == [0.0, 1.0]
+    module = nn.Linear(1, 1)
+    module.weight.grad = torch.full((1, 1), float(rank_strategy.global_rank))
+    with pytest.raises(KeyError), gradient_sync_context(module, mode="forced_sync"):
+        raise KeyError
+    assert module.weight.grad.item() == rank_strategy.global_rank
 
 
+@pytest.mark.distributed
 @pytest.mark.quick
-def test_prepare_ddp_module(by_rank: dict[int, dict[str, Any]]) -> None:
-    """`_prepare_ddp_module`: a plain module where nothing is trainable; outside of a job a clear error."""
-    assert [facts["frozen is wrapped"] for facts in by_rank.values()] == [False, False]
-    assert [facts["prepared"] for facts in by_rank.values()] == [True, True]
-    strategy = ddp("fork")
-    strategy.bind()
-    with pytest.raises(LifecycleError, match="process group"):
-        strategy.setup_module(Heads())
+def test_prepare_ddp_module(rank_strategy: DDPStrategy) -> None:
+    """`_prepare_ddp_module`: a plain module where nothing is trainable, else a wrapper."""
+    rank_strategy.ddp_kwargs = {"find_unused_parameters": True}
+    assert type(rank_strategy.setup_module(Heads().requires_grad_(False))) is Heads
+    wrapped: Any = rank_strategy.setup_module(Heads())
+    assert wrapped.find_unused_parameters

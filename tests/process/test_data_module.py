@@ -55,8 +55,7 @@ def test_two_processes_as_one(tmp_path: Path) -> None:
     """Under forkserver weights are those of one process, and what the hooks have set is in the caller."""
     _, expected = fitted("single_device", 1, tmp_path)
     data, module = fitted("ddp_forkserver", 2, tmp_path)
-    for mine, theirs in zip(module.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+    torch.testing.assert_close([*module.parameters()], [*expected.parameters()], rtol=0, atol=1e-12)
     assert data.path.read_text() == "prepared\n"
     assert (data.stages, data.world_size, data.hparams.batch_size) == (["fit"], 2, 3)
 

@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, get_wor
 
 from rankwise import TrainingModule, seed_everything
 from tests.helpers.shared import computed_once
-from tests.process.helpers import ddp
 from tests.process.training_tasks import quiet_trainer
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 16, 4, 2
@@ -63,7 +62,6 @@ class Reader(TrainingModule):
         self.layer = nn.Linear(1, 1)
         self.read: list[Tensor] = []
         self.drawn: list[float] = []
-        self.first_weights = 0.0
 
     def on_train_start(self) -> None:
         self.first_weights = self.layer.weight.item()
@@ -92,9 +90,9 @@ class OwnSeeds(Reader):
 def fit(world_size: int, num_workers: int, module: Reader | None = None) -> list[dict[str, Any]]:
     """Return what each rank has read and drawn."""
     seed_everything(11)
-    strategy = ddp("fork", devices=world_size) if world_size > 1 else "single_device"
     loader = make_loader(world_size, num_workers) if module is None else None
-    module = Reader() if module is None else module
+    module = module or Reader()
+    strategy = "ddp_fork" if world_size > 1 else "single_device"
     quiet_trainer(strategy, world_size, max_epochs=EPOCHS).fit(module, loader)
     found: list[dict[str, Any]] = module.hparams["by_rank"]
     return found

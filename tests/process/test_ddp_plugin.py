@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from rankwise import DDPStrategy, Trainer, TrainingModule
-from tests.helpers.shared import computed_once
+from rankwise import DDPStrategy, TrainingModule
+from tests.process.training_tasks import quiet_trainer
 
 SAMPLES = 12
 
@@ -44,8 +44,8 @@ class MyDDP(DDPStrategy):
         return {"num_replicas": 3, "rank": self.global_rank + 1}
 
 
-class Notes(TrainingModule):
-    """Keeps the records of the ranks among its hyperparameters."""
+class Checks(TrainingModule):
+    """Counts its samples; checks on each rank what the strategy was asked for, and what it has changed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,90 +58,32 @@ class Notes(TrainingModule):
         return loss
 
     def on_train_end(self) -> None:
-        strategy = self.trainer.strategy
+        strategy, [optimizer] = self.trainer.strategy, self.trainer.optimizers
         assert isinstance(strategy, MyDDP)
         [wrapper] = strategy.job.modules.wrappers
+        assert type(wrapper) is Wrapper
+        assert (wrapper.gradient_as_bucket_view, wrapper.find_unused_parameters) == (True, False)
+        assert strategy.unwrap_module(wrapper) is self
+        assert {*strategy.seen} == {"configure_ddp None", "optimizers ['Adam']", "batch_to_device"}
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        assert [*strategy.get_optimizer_state(optimizer)["state"]] == [0]
         dist.all_reduce(self.counts)
-        self.hparams = {
-            "counts": self.counts.tolist(),
-            "seen": [*dict.fromkeys(strategy.seen)],
-            "wrapper": type(wrapper).__name__,
-            "find_unused_parameters": wrapper.find_unused_parameters,
-            "broadcasts": getattr(wrapper, "gradient_as_bucket_view", None),
-            "unwrapped": strategy.unwrap_module(wrapper) is self,
-            "optimizer_state": list(strategy.get_optimizer_state(self.trainer.optimizers[0])["state"]),
-            "lr": self.trainer.optimizers[0].param_groups[0]["lr"],
-        }
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
-@pytest.fixture
-@computed_once
-def fitted() -> Notes:
-    """Fit once, with the strategy among the plug-ins."""
-    module = Notes()
-    strategy = MyDDP(gradient_as_bucket_view=True)
-    data = DataLoader(TensorDataset(torch.arange(float(SAMPLES)).unsqueeze(1)), batch_size=2)
-    trainer = Trainer(
-        plugins=[strategy],
-        accelerator="cpu",
-        devices=2,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-    )
+@pytest.mark.quick
+def test_trainer_plugins() -> None:
+    """`Trainer(plugins=[my_ddp])`: it wraps, forwards its arguments to DDP, and can change each step's input.
+
+    By its sampler's arguments the ranks are numbers 1 and 2 of three, so number 0's samples are left out.
+    """
+    module, strategy = Checks(), MyDDP(gradient_as_bucket_view=True)
+    trainer = quiet_trainer("auto", 2, plugins=[strategy], max_epochs=1)
     assert trainer.strategy is strategy
-    trainer.fit(module, data)
-    return module
-
-
-@pytest.mark.quick
-def test_trainer_plugins(fitted: Notes) -> None:
-    """`Trainer(plugins=[my_ddp])`: the strategy among the plug-ins is the one that trains."""
-    assert fitted.hparams["wrapper"] == "Wrapper"
-
-
-def test_ddp_plugin_kwargs(fitted: Notes) -> None:
-    """`DDPPlugin(**kwargs)`: DDP gets them, and `find_unused_parameters=False` where it is unset."""
-    assert (fitted.hparams["broadcasts"], fitted.hparams["find_unused_parameters"]) == (True, False)
-
-
-def test_configure_ddp(fitted: Notes) -> None:
-    """`configure_ddp(model, device_ids)`: any wrapper may be returned; on the CPU there are no ids."""
-    assert "configure_ddp None" in fitted.hparams["seen"]
-
-
-def test_on_before_forward(fitted: Notes) -> None:
-    """`on_before_forward`: `batch_to_device` is called before each step, and may change the batch."""
-    assert "batch_to_device" in fitted.hparams["seen"]
-    assert sum(fitted.hparams["counts"]) == 2 * SAMPLES / 3
-
-
-def test_optimizer_state(fitted: Notes) -> None:
-    """`optimizer_state(optimizer)`: the whole state, for every parameter."""
-    assert fitted.hparams["optimizer_state"] == [0]
-
-
-@pytest.mark.quick
-def test_on_after_setup_optimizers(fitted: Notes) -> None:
-    """`on_after_setup_optimizers`: called once they exist, and may change them."""
-    assert "optimizers ['Adam']" in fitted.hparams["seen"]
-    assert fitted.hparams["lr"] == 0.5
-
-
-@pytest.mark.quick
-def test_get_model_from_plugin(fitted: Notes) -> None:
-    """`get_model_from_plugin(model)`: the user's own module is what comes out of the wrapper."""
-    assert fitted.hparams["unwrapped"] is True
-
-
-@pytest.mark.quick
-def test_distributed_sampler_kwargs(fitted: Notes) -> None:
-    """`distributed_sampler_kwargs`: the ranks are numbers 1 and 2 of three, so number 0's are left out."""
-    assert fitted.hparams["counts"] == [float(number % 3 != 0) for number in range(SAMPLES)]
+    trainer.fit(module, DataLoader(TensorDataset(torch.arange(float(SAMPLES)).unsqueeze(1)), batch_size=2))
+    assert module.counts.tolist() == [float(number % 3 != 0) for number in range(SAMPLES)]
 
 
 @pytest.mark.distributed

@@ -31,13 +31,8 @@ def test_alone(options: list[str], run_script: ScriptRunner) -> None:
 
 def test_a_rank_that_does_not_come(run_script: ScriptRunner) -> None:
     """A missing rank is reported with a remedy, and the exit code is 1."""
-    variables = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(free_port()),
-    }
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     result = run_script.command([*DOCTOR, "--timeout", "2"], env=variables, timeout=60, siblings=1)
     assert result.returncode == 1, result
     assert "doctor: connecting 2 ranks (at most 2 s)" in result.stderr

@@ -93,18 +93,19 @@ def test_a_restart_names_the_rank_that_was_killed(caplog: pytest.LogCaptureFixtu
 
 
 class KillAfter(Callback):
-    """Kills a rank after some steps of each start but the last."""
+    """Kills a rank, or each one, after some steps of each start but the last; prints where a start begins."""
 
-    def __init__(self, *spec: tuple[int, int]) -> None:
+    def __init__(self, *spec: tuple[int | None, int]) -> None:
         self.spec = spec
         self.steps = 0
 
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        print(f"start {restart_count()} begins at {trainer.global_step}", flush=True)
+
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.steps += 1
-        if (
-            restart_count() < len(self.spec)
-            and (trainer.global_rank, self.steps) == self.spec[restart_count()]
-        ):
+        rank, steps = self.spec[restart_count()] if restart_count() < len(self.spec) else (None, 0)
+        if rank in (None, trainer.global_rank) and self.steps == steps:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -172,7 +173,7 @@ def test_checkpoint_of_an_earlier_run_is_none_of_ours(tmp_path: Path) -> None:
 class Damage(KillAfter):
     """Before the kill, cuts the last checkpoint in two."""
 
-    def __init__(self, path: Path, *spec: tuple[int, int]) -> None:
+    def __init__(self, path: Path, *spec: tuple[int | None, int]) -> None:
         super().__init__(*spec)
         self.path = path
 
@@ -254,29 +255,19 @@ def test_not_in_every_process_of_a_script(run_script: ScriptRunner) -> None:
 
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-SCRIPT = """
-    import sys, torch
+TRAIN = """
+    import json, sys
+    from pathlib import Path
+    from rankwise.strategies import DDPStrategy
     from tests.process.resume_tasks import everything, train
     from tests.process.test_elastic import KillAfter
 
-    folder, out = sys.argv[1:]
-    trainer = train("ddp", folder, seed=3, kill=KillAfter((1, 2)), ckpt_path=None)
+    folder, seed, kill = sys.argv[1:]
+    strategy = DDPStrategy(accelerator="cpu", timeout=20)
+    trainer = train(strategy, folder, seed=int(seed), kill=KillAfter(*json.loads(kill)), ckpt_path=None)
     if trainer.is_global_zero:
-        torch.save(repr(everything(trainer)), out)
+        Path(folder, "out").write_text(repr(everything(trainer)))
 """
-
-
-@pytest.mark.soak
-def test_script_under_torchrun(run_script: ScriptRunner, tmp_path: Path) -> None:
-    """Torchrun's restarts are picked up too, by strategy "ddp"."""
-    whole = train(elastic(0), tmp_path / "whole", seed=3)
-    script, out = run_script.write(SCRIPT), tmp_path / "out.pt"
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node=2"]
-    result = run_script.command(
-        [*command, "--max-restarts=1", str(script), str(tmp_path / "killed"), str(out)], env=with_tests()
-    )
-    assert result.returncode == 0, result
-    assert torch.load(out, weights_only=False) == repr(everything(whole))
 
 
 def torchrun(run_script: ScriptRunner, source: str, *options: str, args: Sequence[object]) -> ScriptResult:
@@ -284,29 +275,14 @@ def torchrun(run_script: ScriptRunner, source: str, *options: str, args: Sequenc
     return run_script.command([*TORCHRUN, *options, str(script), *map(str, args)], env=with_tests())
 
 
-ONE_NODE_DIES = """
-    import os, sys, torch
-    from rankwise.callbacks import Callback
-    from rankwise.strategies import DDPStrategy
-    from tests.process.resume_tasks import everything, train
-
-    node, folder, out = sys.argv[1:]
-
-    class Die(Callback):
-        def on_train_start(self, trainer, module):
-            count = os.environ["TORCHELASTIC_RESTART_COUNT"]
-            sys.stdout.write(f"count {count} begins at {trainer.global_step}\\n")
-            sys.stdout.flush()
-            self.begun_at = trainer.global_step
-
-        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            if self.begun_at == 0 and trainer.global_step == 2 and node == "dies":
-                os._exit(3)
-
-    trainer = train(DDPStrategy(accelerator="cpu", timeout=20), folder, seed=3, kill=Die(), ckpt_path=None)
-    if trainer.is_global_zero:
-        torch.save(repr(everything(trainer)), out)
-"""
+@pytest.mark.soak
+def test_script_under_torchrun(run_script: ScriptRunner, tmp_path: Path) -> None:
+    """Torchrun's restarts are picked up too, by strategy "ddp"."""
+    whole = train(elastic(0), tmp_path / "whole", seed=3)
+    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    result = torchrun(run_script, TRAIN, *options, args=(tmp_path, 3, "[[1, 2]]"))
+    assert result.returncode == 0, result
+    assert (tmp_path / "out").read_text() == repr(everything(whole))
 
 
 @pytest.mark.soak
@@ -316,37 +292,16 @@ def test_one_of_two_nodes_fails_under_torchrun(run_script: ScriptRunner, tmp_pat
     endpoint = f"127.0.0.1:{free_port()}"
     options = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=two nodes"]
     options += [f"--rdzv-endpoint={endpoint}", "--local-addr=127.0.0.1", "--max-restarts=2"]
-    script, out = str(run_script.write(ONE_NODE_DIES)), tmp_path / "out.pt"
-    folder, alike = str(tmp_path / "killed"), {**with_tests(), "OMP_NUM_THREADS": "1"}
-    nodes = [
-        run_script.start_command([*TORCHRUN, *options, script, node, folder, str(out)], env=alike)
-        for node in ("dies", "stays")
-    ]
+    command = [*TORCHRUN, *options, str(run_script.write(TRAIN)), str(tmp_path), "3"]
+    alike = {**with_tests(), "OMP_NUM_THREADS": "1"}
+    nodes = [run_script.start_command([*command, kill], env=alike) for kill in ("[[null, 2]]", "[]")]
     results = [node.finish(timeout=120) for node in nodes]
     assert [result.returncode for result in results] == [0, 0], results
-    begun = [re.findall(r"count (\d) begins at (\d+)", result.stdout) for result in results]
+    begun = [re.findall(r"start (\d) begins at (\d+)", result.stdout) for result in results]
     assert [steps for _, steps in begun[0]] == [steps for _, steps in begun[1]], results
     assert begun[0][0] == ("0", "0"), results
     assert int(begun[0][-1][1]) > 0, results
-    assert torch.load(out, weights_only=False) == repr(everything(whole))
-
-
-SAME_ID = """
-    import os, sys
-    from rankwise.callbacks import Callback
-    from tests.process.resume_tasks import train
-
-    folder, seed = sys.argv[1:]
-
-    class Die(Callback):
-        def on_train_batch_start(self, trainer, module, batch, batch_idx):
-            sys.stdout.write(f"at {trainer.global_step}\\n")
-            sys.stdout.flush()
-            if seed == "3" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-                os._exit(3)
-
-    train("ddp", folder, seed=int(seed), max_epochs=1, kill=Die(), ckpt_path=None)
-"""
+    assert (tmp_path / "out").read_text() == repr(everything(whole))
 
 
 @pytest.mark.soak
@@ -354,10 +309,12 @@ SAME_ID = """
 def test_two_runs_without_an_id_under_torchrun(ranks: int, run_script: ScriptRunner, tmp_path: Path) -> None:
     """Torchrun calls each "none"; a restart of the second begins anew, and not where the first one ended."""
     options = [f"--nproc-per-node={ranks}", f"--master-port={free_port()}", "--max-restarts=1"]
-    first, second = (torchrun(run_script, SAME_ID, *options, args=(tmp_path, seed)) for seed in (4, 3))
-    assert (first.returncode, second.returncode) == (0, 0), (first, second)
-    assert second.stdout.count("at 0\n") > first.stdout.count("at 0\n") == ranks, (first, second)
-    assert second.stdout.count("at 1\n") == first.stdout.count("at 1\n") == ranks, (first, second)
+    for seed, kill, starts in ((4, "[]", 1), (3, "[[null, 1]]", 2)):
+        result = torchrun(run_script, TRAIN, *options, args=(tmp_path, seed, kill))
+        assert result.returncode == 0, result
+        assert result.stdout.count("begins at 0\n") == result.stdout.count("begins at ") == ranks * starts, (
+            result
+        )
 
 
 SWEEP = """
@@ -367,8 +324,7 @@ SWEEP = """
 
     def trial(folder, seed):
         trainer = train("ddp", f"{sys.argv[1]}/{folder}", seed=seed, max_epochs=1, ckpt_path=None)
-        sys.stdout.write(f"{seed} {'begins' if trainer.ckpt_path is None else 'goes on'}\\n")
-        sys.stdout.flush()
+        print(seed, "begins" if trainer.ckpt_path is None else "goes on", flush=True)
 
     if __name__ == "__main__":
         fork = multiprocessing.get_context("fork")

@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 from typing_extensions import override
 
-from rankwise.callbacks import Callback
+from rankwise.callbacks import LambdaCallback
 from rankwise.data import shard_info
 from rankwise.errors import WorkerRaisedError
 from rankwise.trainer import Trainer
@@ -49,30 +49,21 @@ class Measured(Regression):
 
     def __init__(self) -> None:
         super().__init__()
-        self.error = torchmetrics.MeanSquaredError().set_dtype(torch.float64)
-        self.spread = torchmetrics.PearsonCorrCoef().set_dtype(torch.float64)
-        self.biggest = torchmetrics.MaxMetric().set_dtype(torch.float64)
-        self.median = Median().set_dtype(torch.float64)
+        metrics: dict[str, torchmetrics.Metric] = {
+            "error": torchmetrics.MeanSquaredError(),
+            "spread": torchmetrics.PearsonCorrCoef(),
+            "biggest": torchmetrics.MaxMetric(),
+            "median": Median(),
+        }
+        self.metrics = nn.ModuleDict({name: each.set_dtype(torch.float64) for name, each in metrics.items()})
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         super().test_step(batch, batch_idx)
-        predicted = self(batch[0]).squeeze(-1)
-        for metric in (self.error, self.spread):
-            metric.update(predicted, batch[1].squeeze(-1))
-        for metric in (self.biggest, self.median):
-            metric.update(predicted)
-        self.log_dict(self.objects())
-
-    def objects(self) -> dict[str, torchmetrics.Metric]:
-        """Return what is logged."""
-        return {"error": self.error, "spread": self.spread, "biggest": self.biggest, "median": self.median}
-
-
-class FewMeasured(Measured):
-    """Leaves out what torchmetrics cannot put together from ranks that have seen one sample each."""
-
-    def objects(self) -> dict[str, torchmetrics.Metric]:
-        return {name: metric for name, metric in super().objects().items() if name != "spread"}
+        values = (self(batch[0]).squeeze(-1), batch[1].squeeze(-1))
+        for name in self.metrics:
+            metric: Any = self.metrics[name]
+            metric.update(*values[: 2 if name in ("error", "spread") else 1])
+            self.log(name, metric)
 
 
 def trainer_on(world_size: int, **options: Any) -> Trainer:
@@ -92,22 +83,16 @@ def loaders() -> dict[str, DataLoader[Any]]:
     }
 
 
-def evaluated(world_size: int, kind: str) -> dict[str, float]:
-    """Return the metrics of a test."""
-    return trainer_on(world_size).test(Measured(), loaders()[kind])[0]
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", loaders())
 def test_each_sample_counts_once(kind: str) -> None:
     """1,003 samples on one to four ranks give the same metrics to 1e-9, metric objects included."""
-    expected = evaluated(1, kind)
+    [expected] = trainer_on(1).test(Measured(), loaders()[kind])
     assert expected["samples"] == (1000 if kind == "dropping" else SAMPLES)
     for world_size in (2, 3, 4) if kind == "plain" else (3,):
-        found = evaluated(world_size, kind)
+        [found] = trainer_on(world_size).test(Measured(), loaders()[kind])
         assert list(found) == list(expected)
-        for name, value in expected.items():
-            assert found[name] == pytest.approx(value, rel=0, abs=1e-9), name
+        assert found == pytest.approx(expected, rel=0, abs=1e-9)
 
 
 @pytest.mark.quick
@@ -125,8 +110,7 @@ class Split(Regression):
 
     def test_dataloader(self) -> DataLoader[Any]:
         data = dataset(10)
-        batches = BatchSampler(DistributedSampler(data), 2, False)
-        return DataLoader(data, batch_sampler=batches)
+        return DataLoader(data, batch_sampler=BatchSampler(DistributedSampler(data), 2, False))
 
     predict_dataloader = test_dataloader
 
@@ -134,11 +118,9 @@ class Split(Regression):
 @pytest.mark.quick
 def test_a_distributed_sampler_of_the_users() -> None:
     """Ten samples on three ranks: each counts once, and predictions are in the order of the data."""
-    loader = DataLoader(dataset(10), batch_size=2)
-    expected = trainer_on(1).test(Regression(), loader)[0]
+    expected = trainer_on(1).test(Regression(), loader(10, 2))[0]
     assert trainer_on(3).test(Split())[0] == pytest.approx(expected, rel=0, abs=1e-12)
-    found = trainer_on(3).predict(Split())
-    in_order = trainer_on(1).predict(Regression(), loader)
+    found, in_order = trainer_on(3).predict(Split()), trainer_on(1).predict(Regression(), loader(10, 2))
     torch.testing.assert_close(torch.cat(found), torch.cat(in_order), rtol=0, atol=1e-12)
     with pytest.raises(WorkerRaisedError, match="predictions could not be put in order"):
         trainer_on(3, use_distributed_sampler=False).predict(Split())
@@ -147,9 +129,9 @@ def test_a_distributed_sampler_of_the_users() -> None:
 def test_a_distributed_sampler_of_another_rank() -> None:
     """A sampler made before the launch would give all ranks rank zero's part, so it is refused."""
     data = dataset(10)
-    loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, 2, 0))
+    part = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, 2, 0))
     with pytest.raises(WorkerRaisedError, match="part 0 of 2 already, but this rank's is part 1 of 2"):
-        trainer_on(2).test(Regression(), loader)
+        trainer_on(2).test(Regression(), part)
 
 
 def test_who_gets_predictions() -> None:
@@ -157,19 +139,22 @@ def test_who_gets_predictions() -> None:
     lengths = {}
     for gather in ("all", "rank_zero", None):
         trainer: Any = trainer_on(2)
-        trainer.predict(Regression(), DataLoader(dataset(10), batch_size=2), gather=gather)
+        trainer.predict(Regression(), loader(10, 2), gather=gather)
         lengths[gather] = [len(trainer.strategy.results[rank][0]) for rank in range(2)]
     assert lengths == {"all": [5, 5], "rank_zero": [5, 0], None: [3, 2]}
 
 
 def test_ranks_without_samples() -> None:
     """Ranks without a sample do not change the result, metric objects included."""
-    few = DataLoader(dataset(2), batch_size=1)
-    expected, found = trainer_on(1).test(FewMeasured(), few)[0], trainer_on(3).test(FewMeasured(), few)[0]
-    assert found == pytest.approx(expected, rel=0, abs=1e-9)
+    found = []
+    for world_size in (1, 3):
+        module = Measured()
+        del module.metrics["spread"]  # torchmetrics cannot put it together from one sample of each rank
+        found += trainer_on(world_size).test(module, loader(2, 1))
+    assert found[1] == pytest.approx(found[0], rel=0, abs=1e-9)
 
 
-class FewValidated(Regression):
+class Normed(Regression):
     """Normalises its batches, and logs the targets that it validates: by number and by metric object."""
 
     def __init__(self) -> None:
@@ -191,7 +176,7 @@ def test_validation_on_some_ranks(samples: int, limit: float) -> None:
     found = []
     for devices in (1, 2):
         trainer = trainer_on(devices, max_epochs=1, limit_val_batches=limit)
-        trainer.fit(FewValidated(), loader(8, 8 // devices), loader(samples, 1))
+        trainer.fit(Normed(), loader(8, 8 // devices), loader(samples, 1))
         found.append([float(trainer.callback_metrics[name]) for name in ("mean", "target")])
     assert found[0] == found[1]
 
@@ -215,14 +200,6 @@ class Numbers(IterableDataset[Any]):
         return (self.data[index] for index in range(place.shard_index, 20, place.num_shards))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_iterable_data_are_evaluated_once(num_workers: int) -> None:
-    """Iterable data that can be split are: each sample comes once, also through workers."""
-    expected = trainer_on(1).test(Regression(), DataLoader(dataset(20), batch_size=20))[0]
-    loader = DataLoader(Numbers(), batch_size=2, num_workers=num_workers)
-    assert trainer_on(2).test(Regression(), loader)[0] == pytest.approx(expected, abs=1e-12)
-
-
 class Range(Numbers):
     """As in torch's documentation: `worker_init_fn` sets the range."""
 
@@ -239,12 +216,23 @@ def take_part(worker: int) -> None:
     data.start, data.end = (20 * (place.shard_index + n) // place.num_shards for n in (0, 1))
 
 
-@pytest.mark.quick
-def test_worker_init_fn_can_split_iterable_data() -> None:
-    """A `worker_init_fn` can use `shard_info()` and change the data set that the worker reads."""
-    expected = trainer_on(1).test(Regression(), DataLoader(dataset(20), batch_size=20))[0]
-    loader = DataLoader(Range(), batch_size=2, num_workers=2, worker_init_fn=take_part)
-    assert trainer_on(2).test(Regression(), loader)[0] == pytest.approx(expected, abs=1e-12)
+@pytest.mark.parametrize(
+    ("data", "options"),
+    [
+        (Numbers(), {}),
+        (Numbers(), {"num_workers": 2}),
+        pytest.param(Range(), {"num_workers": 2, "worker_init_fn": take_part}, marks=pytest.mark.quick),
+    ],
+    ids=["in the rank", "in workers", "by worker_init_fn"],
+)
+def test_iterable_data_are_evaluated_once(data: Numbers, options: dict[str, Any]) -> None:
+    """Iterable data that can be split are: each sample comes once, also through workers.
+
+    A `worker_init_fn` can use `shard_info()` and change the data set that the worker reads.
+    """
+    expected = trainer_on(1).test(Regression(), loader(20, 20))[0]
+    batches = DataLoader(data, batch_size=2, **options)
+    assert trainer_on(2).test(Regression(), batches)[0] == pytest.approx(expected, abs=1e-12)
 
 
 class Odd(Regression):
@@ -293,31 +281,13 @@ def test_metric_objects_ignore_padding_steps() -> None:
     assert trainer.callback_metrics["error"].item() == pytest.approx(expected.item(), abs=1e-6)
 
 
-class Normed(Regression):
-    """Normalises batches, which differ from rank to rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.append(nn.BatchNorm1d(1, dtype=torch.float64))
-
-
-class SaveWhenValidated(Callback):
-    """Saves what has just been validated."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @override
-    def on_validation_end(self, trainer: Any, module: Any) -> None:
-        trainer.save_checkpoint(self.path)
-
-
 def test_metrics_within_fit_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     """Ranks train with running statistics of their own, and evaluate with rank 0's, which are saved."""
-    data, saving = DataLoader(dataset(40), batch_size=4), SaveWhenValidated(tmp_path / "saved.ckpt")
-    trainer = trainer_on(2, max_epochs=1, callbacks=[saving])
+    data, path = loader(40, 4), tmp_path / "saved.ckpt"
+    saving = LambdaCallback(on_validation_end=lambda trainer, module: trainer.save_checkpoint(path))
+    trainer = trainer_on(2, max_epochs=1, callbacks=saving)
     trainer.fit(Normed(), data, data)
-    [after] = trainer_on(2).validate(Normed(), data, ckpt_path=saving.path)
+    [after] = trainer_on(2).validate(Normed(), data, ckpt_path=path)
     assert float(trainer.callback_metrics["val_loss"]) == pytest.approx(after["val_loss"], rel=0, abs=1e-12)
 
 
@@ -363,29 +333,20 @@ class Gathering(Regression):
 )
 def test_collectives_in_steps(world_size: int, kind: str) -> None:
     """They are refused where the ranks have different numbers of batches, and work elsewhere."""
-    batches: DataLoader[Any] = DataLoader(dataset(4 * world_size + 1), 2)
-    with pytest.raises(
-        WorkerRaisedError, match=r"validation_step, which the ranks do not call equally often"
-    ):
-        trainer_on(world_size).validate(Gathering(kind), batches)
-    for number, options in ((4 * world_size, {}), (4 * world_size + 1, {"limit_val_batches": 2})):
-        even: DataLoader[Any] = DataLoader(dataset(number), 2)
-        [found] = trainer_on(world_size, **options).validate(Gathering(kind), even)
-        assert found["ranks"] == world_size
+    module, even, uneven = Gathering(kind), loader(4 * world_size, 2), loader(4 * world_size + 1, 2)
+    with pytest.raises(WorkerRaisedError, match="validation_step, which the ranks do not call equally often"):
+        trainer_on(world_size).validate(module, uneven)
+    limited = trainer_on(world_size, limit_val_batches=2)
+    for trainer, batches in ((trainer_on(world_size), even), (limited, uneven), (trainer_on(1), uneven)):
+        assert trainer.validate(module, batches) == [{"ranks": trainer.world_size}]
 
 
 def test_collectives_in_predict_steps() -> None:
     """There a limit counts the batches of all ranks."""
-    five = DataLoader(dataset(9), 2)
+    five = loader(9, 2)
     with pytest.raises(WorkerRaisedError, match=r"predict_step, which .*\n.*the ranks have \[3, 2\] batches"):
         trainer_on(2).predict(Gathering("module"), five)
     assert len(trainer_on(2, limit_predict_batches=4).predict(Gathering("module"), five)) == 4
-
-
-def test_collectives_in_steps_of_one_process() -> None:
-    """One process has no ranks that could differ."""
-    [found] = trainer_on(1).validate(Gathering("module"), DataLoader(dataset(9), 2))
-    assert found["ranks"] == 1
 
 
 class ByHand(Regression):
@@ -406,7 +367,7 @@ class ByHand(Regression):
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric:UserWarning")
 def test_a_metric_computed_by_hand_without_data() -> None:
     """Lists cannot be exchanged where a rank has no batch: an error names the metric. Logging it works."""
-    samples: DataLoader[Any] = DataLoader(dataset(2), 1)
+    samples = loader(2, 1)
     expected = dataset(2).tensors[0][:, 0]
     with pytest.raises(WorkerRaisedError, match=r"'metric' cannot be computed by hand"):
         trainer_on(3).validate(ByHand(Median()), samples)

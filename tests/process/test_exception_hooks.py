@@ -4,6 +4,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rankwise.callbacks import Callback
-from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
+from rankwise.callbacks import Callback, LambdaCallback
+from rankwise.checkpoint import AsyncCheckpointIO
 from rankwise.errors import WorkerRaisedError
 from rankwise.process_group import rank_zero_first
 from rankwise.trainer.data import DataModule
@@ -21,25 +22,19 @@ from tests.helpers.scripts import ScriptRunner
 from tests.process.continued_tasks import sharded_adam
 from tests.process.exception_tasks import FAILS_AT, Fails, Hangs, Saves
 from tests.process.helpers import TORCHRUN, ddp, with_tests
+from tests.process.test_leaving import Slow
 from tests.process.training_tasks import Regression, loader, quiet_trainer
 
 GRACE_S = 0.5
+SLOW = Slow(6 * GRACE_S)
 
 
-class SlowIO(TorchCheckpointIO):  # type: ignore[misc]  # final for users
-    """Takes several grace periods to write a file."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any) -> None:
-        time.sleep(6 * GRACE_S)
-        super().save_checkpoint(checkpoint, path)
-
-
-def fail(who: int, callback: Callback, **options: Any) -> Any:
+def fail(who: int, callback: Any, **options: Any) -> Any:
     """Fit with a failure on one rank; return the caller's exception."""
     strategy = ddp("fork", grace_period_s=GRACE_S)
-    module = options.pop("module", None) or Fails(who)
+    module, data = options.pop("module", None) or Fails(who), options.pop("data", None) or loader(32, 4)
     with pytest.raises(WorkerRaisedError, match="the first failure") as caught:
-        quiet_trainer(strategy, 2, max_epochs=1, callbacks=callback, **options).fit(module, loader(32, 4))
+        quiet_trainer(strategy, 2, max_epochs=1, callbacks=callback, **options).fit(module, data)
     assert caught.value.global_rank == who
     return caught.value
 
@@ -69,7 +64,7 @@ def test_a_checkpoint_of_the_rank_that_fails(
     check_continues(path)
 
 
-@pytest.mark.parametrize("io", [SlowIO(), AsyncCheckpointIO(SlowIO())], ids=["own thread", "another thread"])
+@pytest.mark.parametrize("io", [SLOW, AsyncCheckpointIO(SLOW)], ids=["own thread", "another thread"])
 def test_a_checkpoint_that_takes_longer_than_the_grace_period(io: Any, tmp_path: Path) -> None:
     """The rank is killed only when its file is complete."""
     path = tmp_path / "failed.ckpt"
@@ -83,24 +78,32 @@ SCRIPT = """
     from tests.process.exception_tasks import Fails, Hangs, Saves
     from tests.process.training_tasks import loader, quiet_trainer
 
-    who, path = int(sys.argv[1]), Path(sys.argv[2])
-    quiet_trainer("ddp", 2, max_epochs=1, callbacks=Saves(path)).fit(Fails(who), loader(32, 4))
+    who, path, hook = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    callback = Saves(path) if hook == "saves" else Hangs()
+    quiet_trainer("ddp", 2, max_epochs=1, callbacks=callback).fit(Fails(who), loader(32, 4))
 """
 
 
 @pytest.mark.parametrize(
-    ("who", "command"),
-    [(0, "python"), *(pytest.param(1, each, marks=pytest.mark.soak) for each in ("python", "torchrun"))],
+    ("who", "hook", "command"),
+    [
+        (0, "saves", ()),
+        (0, "hangs", ()),
+        *(pytest.param(1, hook, (), marks=pytest.mark.soak) for hook in ("saves", "hangs")),
+        pytest.param(1, "saves", TORCHRUN, marks=pytest.mark.soak),
+    ],
 )
-def test_a_checkpoint_in_a_script(who: int, command: str, tmp_path: Path, run_script: ScriptRunner) -> None:
-    """So it does where the main process is rank 0, and under torchrun."""
+def test_a_hook_in_a_script(
+    who: int, hook: str, command: tuple[str, ...], tmp_path: Path, run_script: ScriptRunner
+) -> None:
+    """It can save or hang also where the main process is rank 0, and save under torchrun."""
     path = tmp_path / "failed.ckpt"
-    options = TORCHRUN if command == "torchrun" else ()
-    program = [sys.executable, *options, str(run_script.write(SCRIPT)), str(who), str(path)]
+    program = [sys.executable, *command, str(run_script.write(SCRIPT)), str(who), str(path), hook]
     result = run_script.command(program, env=with_tests(), siblings=2)
     assert result.returncode == 1, result
     assert "ValueError: the first failure" in result.stderr, result
-    check_continues(path)
+    if hook == "saves":
+        check_continues(path)
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -108,17 +111,6 @@ def test_a_hook_that_hangs(who: int) -> None:
     """The job ends after the grace period, with the first failure."""
     error = fail(who, Hangs())
     assert error.elapsed_s < 10 * slowdown()
-
-
-HANGING_SCRIPT = SCRIPT.replace("Saves(path)", "Hangs()")
-
-
-@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.soak)])
-def test_a_hook_that_hangs_in_a_script(who: int, tmp_path: Path, run_script: ScriptRunner) -> None:
-    """So it does where rank 0 is the main process."""
-    result = run_script(HANGING_SCRIPT, str(who), "-", env=with_tests(), siblings=1)
-    assert result.returncode == 1, result
-    assert "ValueError: the first failure" in result.stderr, result
 
 
 class RaisesToo(Callback):
@@ -144,9 +136,7 @@ class Data(DataModule):
 def test_hooks_do_not_replace_the_failure(tmp_path: Path) -> None:
     """What hooks raise afterwards is logged; the next hooks are called."""
     path = tmp_path / "failed.ckpt"
-    trainer = quiet_trainer(ddp("fork"), 2, max_epochs=1, callbacks=[RaisesToo(), Saves(path)])
-    with pytest.raises(WorkerRaisedError, match="the first failure"):
-        trainer.fit(Fails(0), datamodule=Data())
+    fail(0, [RaisesToo(), Saves(path)], data=Data())
     assert path.exists()
 
 
@@ -178,29 +168,18 @@ CALLS: dict[str, Callable[[Any, Any], object]] = {
 }
 
 
-class CallsAll(Callback):
-    """Calls collectives in each hook after a failure; notes what they raise."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        self._call_all(trainer, module, "on_exception")
-
-    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
-        self._call_all(trainer, module, "teardown")
-
-    def _call_all(self, trainer: Any, module: Any, hook: str) -> None:
-        if trainer.global_rank != module.who or not trainer.strategy.is_in_job:
-            return
-        texts = []
-        for call in CALLS.values():
-            try:
-                call(trainer, module)
-                texts.append("returned")
-            except Exception as error:
-                texts.append(f"{type(error).__name__}: {error}")
-        (self.folder / hook).write_text("\n---\n".join(texts))
+def call_all(hook: str, trainer: Any, module: Any, *_: Any) -> None:
+    """Call collectives in a hook after a failure; write down what they raise."""
+    if trainer.global_rank != module.who or not trainer.strategy.is_in_job:
+        return
+    texts = []
+    for call in CALLS.values():
+        try:
+            call(trainer, module)
+            texts.append("returned")
+        except Exception as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    Path(hook).write_text("\n---\n".join(texts))
 
 
 class Sharded(Fails):
@@ -216,11 +195,12 @@ def test_collectives_are_refused(
 ) -> None:
     """Each is an error that says why, instead of a wait for ranks that do not come."""
     monkeypatch.chdir(tmp_path)
-    strategy = ddp("fork", grace_period_s=20, **options)
-    trainer = quiet_trainer(strategy, 2, max_epochs=1, callbacks=CallsAll(tmp_path))
+    strategy, hooks = ddp("fork", grace_period_s=20, **options), ("on_exception", "teardown")
+    calls = LambdaCallback(**{hook: partial(call_all, hook) for hook in hooks})
+    trainer = quiet_trainer(strategy, 2, max_epochs=1, callbacks=calls)
     with pytest.raises(WorkerRaisedError, match="the first failure"):
         trainer.fit(Sharded(1), loader(32, 4))
-    for hook in ("on_exception", "teardown"):
+    for hook in hooks:
         texts = (tmp_path / hook).read_text().split("\n---\n")
         for name, text in zip(CALLS, texts, strict=True):
             assert text.startswith("LifecycleError: ")
@@ -236,20 +216,10 @@ def test_weights_beside_a_sharded_optimizer(tmp_path: Path, monkeypatch: pytest.
     Regression("adam").load_state_dict(torch.load("weights", weights_only=True)["state_dict"])
 
 
-class StopsOthers(Callback):
-    """One rank fails while the other is in its optimizer step; both save into files of their own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_rank == 1 and batch_idx == 3:
-            time.sleep(0.2)
-            raise ValueError("the first failure")
-
-    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        if trainer.strategy.is_in_job:
-            trainer.save_checkpoint(self.folder / f"{trainer.global_rank}-{type(exception).__name__}")
+def fail_during_a_step(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    if trainer.global_rank == 1 and batch_idx == 3:
+        time.sleep(0.2)
+        raise ValueError("the first failure")
 
 
 class SlowAdam(torch.optim.Adam):
@@ -275,5 +245,11 @@ class SlowSteps(Regression):
 
 def test_weights_that_are_partly_updated_are_not_saved(tmp_path: Path) -> None:
     """A rank that is stopped within its optimizer step refuses to save; the one that failed has saved."""
-    fail(1, StopsOthers(tmp_path), module=SlowSteps())
+
+    def save(trainer: Any, module: Any, exception: BaseException) -> None:
+        if trainer.strategy.is_in_job:
+            trainer.save_checkpoint(tmp_path / f"{trainer.global_rank}-{type(exception).__name__}")
+
+    callback = LambdaCallback(on_train_batch_start=fail_during_a_step, on_exception=save)
+    fail(1, callback, module=SlowSteps())
     assert [path.name for path in tmp_path.iterdir()] == ["1-ValueError"]

@@ -3,18 +3,13 @@
 import pytest
 
 from tests.helpers.scripts import ScriptRunner
+from tests.process.helpers import with_tests
 
 JOB = """
-import atexit, gc, os, signal, sys, threading, time
-import rankwise
-from rankwise import Trainer, TrainingModule
+import atexit, gc, os, signal, sys, time
 from rankwise.errors import WorkerError
-from rankwise.strategies import DDPElasticStrategy, DDPStrategy
-import torch
-
-def say(*words):
-    sys.stdout.write(" ".join(map(str, words)) + "\\n")
-    sys.stdout.flush()
+from tests.process.host_cases import in_a_thread, strategy_of
+from tests.process.training_tasks import Regression, loader, quiet_trainer
 
 def fail(how):
     if how == "_exit":
@@ -31,56 +26,39 @@ def job(strategy, how):
         fail(how)
     time.sleep(30)
 
-class Failing(TrainingModule):
+class Failing(Regression):
     def __init__(self, how):
         super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
         self.how = how
 
     def training_step(self, batch, batch_idx):
         if self.global_rank == 1:
             fail(self.how)
-        return self.layer(batch).sum()
+        return super().training_step(batch, batch_idx)
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-def own_hook(kind, value, traceback):
-    say("own hook", kind.__name__)
-
-def strategy_of(method):
-    if method == "elastic":
-        return DDPElasticStrategy(accelerator="cpu", devices=2, max_restarts=0, start_method="fork")
-    return DDPStrategy(accelerator="cpu", devices=2, start_method=method)
-
-def run(method, how, way="launch"):
-    main = os.getpid()
-    atexit.register(lambda: say("exit hooks ran") if os.getpid() == main else None)
+def run(method, how, way):
+    main, launch = os.getpid(), lambda: strategy_of(method).launch(job, how)
+    atexit.register(lambda: print("exit hooks ran") if os.getpid() == main else None)
     if way == "fit":
-        data = torch.utils.data.DataLoader(torch.ones(8, 1))
-        Trainer(strategy=strategy_of(method), max_epochs=1, logger=False).fit(Failing(how), data)
+        quiet_trainer(strategy_of(method), 2, max_epochs=1).fit(Failing(how), loader(8, 1))
     elif way == "caught":
         before = sys.excepthook
         try:
-            strategy_of(method).launch(job, how)
+            launch()
         except WorkerError:
             pass
         gc.collect()
-        say("as before:", sys.excepthook is before)
+        print("as before:", sys.excepthook is before)
         raise ValueError("another")
-    elif way == "own hook":
-        sys.excepthook = own_hook
-        strategy_of(method).launch(job, how)
-    elif way == "interactive":
-        sys.ps1 = ">>> "
-        strategy_of(method).launch(job, how)
     elif way == "thread":
-        thread = threading.Thread(target=strategy_of(method).launch, args=(job, how))
-        thread.start()
-        thread.join()
-        say("as before:", sys.excepthook is sys.__excepthook__)
+        in_a_thread(launch)
+        print("as before:", sys.excepthook is sys.__excepthook__)
     else:
-        strategy_of(method).launch(job, how)
+        if way == "own hook":
+            sys.excepthook = lambda kind, value, traceback: print("own hook", kind.__name__)
+        if way == "interactive":
+            sys.ps1 = ">>> "
+        launch()
 
 
 if __name__ == "__main__":
@@ -108,7 +86,7 @@ def test_the_code_is_the_culprits(case: str, run_script: ScriptRunner) -> None:
     A `sys.excepthook` of the script's own prints it instead. `sys.excepthook` is restored when the error is
     caught, and never changes in a thread.
     """
-    result = run_script(JOB, "fork", *case.split("/"))
+    result = run_script(JOB, "fork", *case.split("/"), env=with_tests())
     assert result.returncode == CODES[case], result
     assert "exit hooks ran" in result.stdout
     if "own hook" in case:
@@ -126,13 +104,13 @@ def test_the_code_is_the_culprits(case: str, run_script: ScriptRunner) -> None:
         pytest.param("popen", "_exit", "launch", 3, marks=pytest.mark.soak),
         pytest.param("spawn", "_exit", "fit", 3, marks=pytest.mark.soak),
         pytest.param("forkserver", "kill", "launch", 137, marks=pytest.mark.soak),
-        pytest.param("elastic", "_exit", "launch", 3, marks=pytest.mark.soak),
+        pytest.param("elastic-fork", "_exit", "launch", 3, marks=pytest.mark.soak),
     ],
 )
 def test_other_ways_to_start(method: str, how: str, way: str, code: int, run_script: ScriptRunner) -> None:
     """The same for the other start methods, with the Trainer and without."""
     siblings = int(method == "popen")
-    running = run_script.start(JOB, method, how, way, fresh=not siblings, siblings=siblings)
+    running = run_script.start(JOB, method, how, way, env=with_tests(), fresh=not siblings, siblings=siblings)
     result = running.finish(timeout=180, leftover_grace_s=20)  # a forkserver takes its time to unload torch
     assert result.returncode == code, result
     assert result.stderr.count("Worker global_rank=1 ") == 1, result

@@ -9,9 +9,8 @@ import pytest
 
 from tests.helpers.ports import free_port
 from tests.helpers.scripts import ScriptResult, ScriptRunner
-from tests.helpers.shared import computed_once
 from tests.process import external_cases
-from tests.process.helpers import Cases, cases_of, module_runner
+from tests.process.helpers import Cases, cases_of, with_tests
 
 cases = cases_of(external_cases)
 
@@ -19,15 +18,11 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 
 # Several strategies in one run: starting torchrun is what takes time.
 SCRIPT = """
-import os, sys
+import gc, os
 import rankwise
 from rankwise.errors import WorldSizeMismatchError
 from rankwise.registry import StrategyRegistry
 import torch
-
-def say(*words):
-    sys.stdout.write(" ".join(map(str, words)) + "\\n")
-    sys.stdout.flush()
 
 def job(strategy, pid, number):
     total = strategy.all_reduce(torch.tensor(float(strategy.global_rank + 1)), reduce_op="sum")
@@ -39,21 +34,19 @@ if __name__ == "__main__":
         strategy = StrategyRegistry.create(name, accelerator="cpu")
         value = strategy.launch(job, os.getpid(), 1)
         again = strategy.launch(job, os.getpid(), 2)
-        say(name, strategy.global_rank, strategy.world_size, value, again, strategy.environment.name)
+        print(name, strategy.global_rank, strategy.world_size, value, again, strategy.environment.name)
     try:
         StrategyRegistry.create("ddp", accelerator="cpu", devices=3).bind()
     except WorldSizeMismatchError as error:
-        say("mismatch", error)
+        print("mismatch", error)
     try:
         StrategyRegistry.create("single_device", accelerator="cpu").bind()
     except ValueError as error:
-        say("single", error)
+        print("single", error)
     assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())
-    say("end")
+    print("end")
 """
 OWN_GROUP = """
-import gc
-
 def job_of_bound(strategy, plain):
     strategy.no_backward_sync(plain)  # prepared before the launch
     return float(strategy.all_reduce(torch.tensor(1.0), reduce_op="sum"))
@@ -70,109 +63,50 @@ def train_without_a_launch(strategy):
     strategy.optimizer_step(optimizer)
     strategy.barrier()
     weights = {float(weight) for weight in strategy.all_gather(model.weight)}
-    facts = [type(wrapped).__name__, round(before - float(model.weight), 5), len(weights)]
-    facts += [list(strategy.get_module_state_dict(wrapped))]
-    facts += [strategy.broadcast(strategy.global_rank, src=1)]
     compiled = strategy.setup_module(torch.compile(torch.nn.Linear(1, 1), backend="eager"))
-    return [*facts, type(compiled).__name__]
+    assert isinstance(wrapped, wrapper) and isinstance(compiled, wrapper)
+    facts = [round(before - float(model.weight), 5), len(weights)]
+    facts += [[*strategy.get_module_state_dict(wrapped)]]
+    return [*facts, strategy.broadcast(strategy.global_rank, src=1)]
 
+wrapper = torch.nn.parallel.DistributedDataParallel
 strategy = rankwise.DDPStrategy(accelerator="cpu")
 rank = strategy.bind().global_rank
 plain = strategy.setup_module(torch.nn.Linear(1, 1).requires_grad_(False))
 torch.distributed.init_process_group("gloo")
-facts = train_without_a_launch(strategy)
-facts += [strategy.launch(job_of_bound, plain)]
+facts = [*train_without_a_launch(strategy), strategy.launch(job_of_bound, plain)]
 gc.collect()  # a wrapper that outlives its group may abort the process at exit
-wrapper = torch.nn.parallel.DistributedDataParallel
 assert not [each for each in gc.get_objects() if isinstance(each, wrapper)]
-say("own group", rank, facts)
+print("own group", rank, facts)
 torch.distributed.destroy_process_group()
 """
 NAMES = ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook", "auto")
 
 
-def _torchrun(run_script: ScriptRunner, source: str, *args: str) -> ScriptResult:
-    script = run_script.write(source)
+def _torchrun(run_script: ScriptRunner, script: Path, *args: str) -> ScriptResult:
     # torchrun's own default is one fixed port, which another run on this machine may have
     options = ["--master-port", str(free_port()), "--no-python", sys.executable]
-    return run_script.command([*TORCHRUN, *options, str(script), *args], timeout=120, siblings=2)
-
-
-@pytest.fixture
-@computed_once
-def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> ScriptResult:
-    """Run the script under torchrun, on two processes."""
-    with module_runner(tmp_path_factory.mktemp("torchrun")) as runner:
-        return _torchrun(runner, SCRIPT + OWN_GROUP)
-
-
-def test_torchruns_run_succeeds(under_torchrun: ScriptResult) -> None:
-    """Both processes come to the end, with the environment as it was."""
-    assert under_torchrun.returncode == 0, under_torchrun
-    assert under_torchrun.stdout.splitlines().count("end") == 2
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_torchruns_processes_are_the_ranks(name: str, under_torchrun: ScriptResult) -> None:
-    """A strategy starts no further processes and runs twice in the existing ones."""
-    lines = [line for line in under_torchrun.stdout.splitlines() if line.startswith(f"{name} ")]
-    assert sorted(lines) == [
-        f"{name} {rank} 2 (3.0, True, 1) (3.0, True, 2) torchelastic" for rank in range(2)
-    ], under_torchrun
+    command = [*TORCHRUN, *options, str(script), *args]
+    return run_script.command(command, env=with_tests(), timeout=120, siblings=2)
 
 
 @pytest.mark.quick
-def test_another_number_of_devices_names_both(under_torchrun: ScriptResult) -> None:
-    """`devices=3` under torchrun's 2 is an error that says both numbers, and who started them."""
-    text = "mismatch 3 processes were asked for (devices=3 x num_nodes=1), but torchelastic started 2."
-    assert under_torchrun.stdout.count(text) == 2, under_torchrun
+def test_torchruns_processes_are_the_ranks(run_script: ScriptRunner) -> None:
+    """Torchrun's processes are the ranks of every strategy, which starts no others; other numbers are errors.
 
-
-def test_single_device_is_refused_under_torchrun(under_torchrun: ScriptResult) -> None:
-    """`single_device` on several processes would train the same model in each."""
-    assert under_torchrun.stdout.count("torchelastic has started 2 processes") == 2
-
-
-@pytest.mark.quick
-def test_a_bound_strategy_works_in_a_process_group_of_the_users(under_torchrun: ScriptResult) -> None:
-    """Without a launch it wraps, averages gradients and runs collectives; it can be launched after that."""
-    wrapper = "DistributedDataParallel"
-    facts = [wrapper, 1.0, 1, ["weight"], 1, wrapper, 2.0]  # gradients are 1 and 3, so 0.5 * 2
-    lines = [line for line in under_torchrun.stdout.splitlines() if line.startswith("own group ")]
-    assert sorted(lines) == [f"own group {rank} {facts}" for rank in range(2)], under_torchrun
-
-
-FAILING = """
-    import sys, time
-    import rankwise
-    from rankwise import Trainer, TrainingModule
-    from rankwise.strategies import DDPStrategy
-    import torch
-
-    def job(strategy):
-        strategy.barrier()
-        if strategy.global_rank == 1:
-            raise ValueError("the cause is here")
-        time.sleep(60)
-
-    class Failing(TrainingModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(1, 1)
-
-        def training_step(self, batch, batch_idx):
-            if self.global_rank == 1 and batch_idx == 1:
-                raise ValueError("the cause is here")
-            return self.layer(batch).sum()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    if "fit" in sys.argv:
-        Trainer(max_epochs=1, logger=False).fit(Failing(), torch.utils.data.DataLoader(torch.ones(8, 1)))
-    else:
-        DDPStrategy(accelerator="cpu").launch(job)
-"""
+    In the user's process group a strategy that is only bound works, too, and can be launched after that.
+    """
+    result = _torchrun(run_script, run_script.write(SCRIPT + OWN_GROUP))
+    assert result.returncode == 0, result
+    lines = result.stdout.splitlines()
+    for rank in range(2):
+        for name in NAMES:
+            assert lines.count(f"{name} {rank} 2 (3.0, True, 1) (3.0, True, 2) torchelastic") == 1, result
+        facts = [1.0, 1, ["weight"], 1, 2.0]  # gradients are 1 and 3, so 0.5 * 2
+        assert lines.count(f"own group {rank} {facts}") == 1, result
+    another = "mismatch 3 processes were asked for (devices=3 x num_nodes=1), but torchelastic started 2."
+    assert result.stdout.count(another) == 2, result
+    assert result.stdout.count("torchelastic has started 2 processes") == lines.count("end") == 2, result
 
 
 @pytest.mark.parametrize("how", ["fit", pytest.param("launch", marks=pytest.mark.soak)])
@@ -181,11 +115,11 @@ def test_a_failure_is_in_torchruns_summary(how: str, run_script: ScriptRunner) -
 
     With the Trainer the other rank fails too, by a connection that its peer has closed: a consequence.
     """
-    result = _torchrun(run_script, FAILING, how)
+    result = _torchrun(run_script, Path(external_cases.__file__), f"fail_in_{how}")
     assert result.returncode == 1, result
     summary = result.stderr.partition("Root Cause")[2]
     assert "rank      : 1 " in summary, result
-    assert "ValueError: the cause is here" in summary, result
+    assert "ValueError: the first failure" in summary, result
 
 
 def _variables(*ranks: str, **more: str) -> list[dict[str, str]]:
@@ -222,9 +156,7 @@ AS_IN_LIGHTNING = """
         def __init__(self):
             self.ended = 0
 
-        @property
-        def main_port(self):
-            return int(os.environ["OUR_PORT"])
+        main_port = property(lambda self: int(os.environ["OUR_PORT"]))
 
         @staticmethod
         def detect():
