@@ -1,5 +1,6 @@
 """What the training tests train: importable, so that spawned workers find it."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
