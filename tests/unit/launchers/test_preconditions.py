@@ -51,15 +51,13 @@ def test_files_are_counted_before_anything_starts() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+@pytest.mark.usefixtures("removed_directory")
 def test_a_directory_that_has_been_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks could not inherit it."""
-    refuse_removed_directory()
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
     with pytest.raises(LaunchRefusedError, match="working directory has been removed"):
         refuse_removed_directory()
+    monkeypatch.chdir(tmp_path)
+    refuse_removed_directory()
 
 
 @pytest.mark.parametrize("patcher", ["gevent._socket3", "eventlet.green.socket", None, "geventual.socket"])
