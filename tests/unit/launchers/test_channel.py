@@ -13,6 +13,7 @@ from rankwise.failures.record import FailureRecord
 from rankwise.launchers.channel import REQUEST_ID_SIZE, FrameReader, Kind, frame
 from rankwise.launchers.context import WorkerContext
 from rankwise.ranks import RankInfo
+from tests.helpers.own_process import signal_handled
 from tests.unit.launchers.supervised import LIMIT_S, Ends
 
 MESSAGES = [
@@ -74,7 +75,6 @@ def interrupted(ends: Ends) -> Iterator[None]:
             is_raised.set()
             raise Interrupted
 
-    before = signal.signal(signal.SIGUSR1, handle)
     main = threading.get_ident()
 
     def interrupt() -> None:
@@ -84,12 +84,12 @@ def interrupted(ends: Ends) -> Iterator[None]:
             is_raised.wait(0.05)
 
     thread = threading.Thread(target=interrupt)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
-        signal.signal(signal.SIGUSR1, before)
+    with signal_handled(signal.SIGUSR1, handle):
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join()
 
 
 def test_a_signal_does_not_cut_a_frame(ends: Ends) -> None:

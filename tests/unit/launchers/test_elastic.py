@@ -29,6 +29,7 @@ from rankwise.launchers.worker_main import JobSpec
 from rankwise.processes.memory_file import owned_descriptor
 from rankwise.processes.signals import INTERRUPT_NOTICE
 from rankwise.stores.restart import RestartInfo
+from tests.helpers.own_process import signal_handled
 
 THERE = FailureRecord(1, 1, 0, 101, at_s=1.0, exit_status=0)
 RAISED = FailureRecord(0, 0, 0, 100, at_s=3.0, exception_type="ValueError", exception_message="not yet")
@@ -92,13 +93,10 @@ def test_why_all_start_again(
 
 def test_a_signal_that_was_ignored_is_ignored_again() -> None:
     """Under nohup: older versions of torch set handlers of SIGHUP and others, and leave them."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
+    with signal_handled(signal.SIGHUP, signal.SIG_IGN):
         with _agent_signals():
             signal.signal(signal.SIGHUP, lambda number, frame: None)
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_record_that_is_cut_off_is_left_out(job: _Job) -> None:

@@ -2,7 +2,6 @@
 
 import errno
 import re
-import resource
 import socket
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from rankwise.errors import LaunchRefusedError
 from rankwise.launchers.preconditions import refuse_patched_threads, refuse_removed_directory, shortages_named
+from tests.helpers.own_process import few_files
 
 
 @pytest.mark.parametrize(
@@ -39,16 +39,11 @@ def test_other_errors_of_a_launch(error: Exception) -> None:
 
 def test_files_are_counted_before_anything_starts() -> None:
     """More ranks need more files; what is opened for that is closed again."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = [number for number in range(2000) if not Path(f"/proc/self/fd/{number}").exists()]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free[64], limits[1]))
-    try:
+    with few_files(64) as free:
         with shortages_named(1):
             assert not Path(f"/proc/self/fd/{free[0]}").exists()
         with pytest.raises(LaunchRefusedError, match="RLIMIT_NOFILE"), shortages_named(9):
             pytest.fail("the block has begun")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.mark.usefixtures("removed_directory")

@@ -12,6 +12,7 @@ from rankwise.errors import InvalidArgumentError, InvalidTypeError
 from rankwise.process_group.interception import intercepted
 from rankwise.strategies import AutoStrategy, DDPStrategy
 from rankwise.strategies.job import sigterm_deferred
+from tests.helpers.own_process import signal_handled
 
 
 @pytest.mark.parametrize(
@@ -59,12 +60,8 @@ def test_a_handler_of_sigterm_stays() -> None:
     def handler(number: int, frame: object) -> None:
         pass
 
-    before = signal.signal(signal.SIGTERM, handler)
-    try:
-        with sigterm_deferred(AsyncCheckpointIO()):
-            assert signal.getsignal(signal.SIGTERM) is handler
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with signal_handled(signal.SIGTERM, handler), sigterm_deferred(AsyncCheckpointIO()):
+        assert signal.getsignal(signal.SIGTERM) is handler
 
 
 def test_blocks_may_overlap() -> None:
