@@ -7,7 +7,6 @@ import pytest
 
 from rankwise.environments import (
     ClusterEnvironment,
-    KubeflowEnvironment,
     LocalEnvironment,
     LSFEnvironment,
     MPIEnvironment,
@@ -17,7 +16,7 @@ from rankwise.environments import (
 )
 from rankwise.environments.network import port_of_job
 from rankwise.errors import ConfigurationError, EnvironmentVariableError, MissingExtraError
-from tests.unit.environments.variables import hydra, jsrun, open_mpi, pals, pod, skypilot, step, without
+from tests.unit.environments.variables import hydra, jsrun, open_mpi, pals, skypilot, step, without
 
 FILES = pytest.mark.parametrize(
     ("cls", "variables", "file_variable"),
@@ -82,12 +81,6 @@ def test_a_malformed_list_of_slurm_is_an_error_beside_an_address() -> None:
     assert SlurmEnvironment({**variables, "SLURM_STEP_NODELIST": "n[1-2]"}).other_node == "n2"
     with pytest.raises(EnvironmentVariableError, match="SLURM_STEP_NODELIST"):
         SlurmEnvironment({**variables, "SLURM_STEP_NODELIST": "n[2-1]"}).other_node  # noqa: B018 -- it raises
-
-
-def test_address_and_port_of_a_pod() -> None:
-    """Address and port of a pod are the operator's."""
-    environment = KubeflowEnvironment(pod(1, 2, "2"))
-    assert (environment.main_address, environment.main_port) == ("job-master-0", 23456)
 
 
 def test_a_local_job_has_no_port_beforehand() -> None:
