@@ -1,7 +1,8 @@
-"""What a test changes in its own process for a block."""
+"""What a test changes in its own process for a block, and waits for there."""
 
 import resource
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,3 +31,11 @@ def few_files(count: int) -> Iterator[list[int]]:
         yield free
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float = 60) -> None:
+    """Wait until a condition holds, as when another thread has gone on."""
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)

@@ -40,15 +40,11 @@ def have(monkeypatch: pytest.MonkeyPatch, addresses: Mapping[str, str], down: st
 
 
 def test_the_only_address_that_others_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that resolves to 127.0.1.1 means the host's only external address, for every rank there."""
+    """A name that resolves to 127.0.1.1 means it, for every rank; a bridge without members does not count."""
     have(monkeypatch, {"lo": "127.0.0.1", "eth0": "10.0.0.1"})
     assert listening_address("gpu01", None) == "10.0.0.1"
     assert rendezvous_address("gpu01", None) == "10.0.0.1"
     assert interface_toward("gpu01") == "eth0"
-
-
-def test_a_bridge_without_members_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Docker bridge without containers is not an external address."""
     have(monkeypatch, {"lo": "127.0.0.1", "eth0": "10.0.0.1", "docker0": "172.17.0.1"}, down="docker0")
     assert listening_address("gpu01", None) == "10.0.0.1"
 

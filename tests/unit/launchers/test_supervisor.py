@@ -13,6 +13,7 @@ from rankwise.launchers import supervisor
 from rankwise.launchers.channel import Kind
 from rankwise.monitoring import stragglers
 from rankwise.processes.signals import StoppedBySignal
+from tests.helpers.own_process import wait_until
 from tests.unit.launchers.supervised import (
     GONE,
     LIMIT_S,
@@ -22,7 +23,6 @@ from tests.unit.launchers.supervised import (
     SHORT_S,
     STOP,
     Supervise,
-    wait_until,
 )
 
 # -------------------------------------------------------------------------------------- the end of a job

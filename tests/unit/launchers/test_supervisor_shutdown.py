@@ -14,13 +14,13 @@ from rankwise.launchers import supervisor
 from rankwise.launchers.channel import Kind
 from rankwise.monitoring.heartbeat import TEARDOWN, heartbeat_written_to, report_phase, report_saving
 from rankwise.processes.signals import ROUTER
+from tests.helpers.own_process import wait_until
 from tests.unit.launchers.supervised import (
     NEVER_S,
     SHORT_S,
     STOP,
     Job,
     Supervise,
-    wait_until,
     wait_until_handled,
 )
 
