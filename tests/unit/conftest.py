@@ -36,13 +36,27 @@ def _check_for_leaks(
 
 
 @pytest.fixture
-def workers() -> Iterator[list[MonitoredRank]]:
-    """Return two ranks that have nothing but a heartbeat, which nobody writes."""
+def removed_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the working directory of this process."""
+    folder = tmp_path / "removed"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+
+
+@pytest.fixture
+def heartbeats() -> Iterator[list[int]]:
+    """Return the files of the heartbeats of `workers`, which a test may write."""
     descriptors = [create_memory_file() for _ in range(2)]
-    ranks = [RankInfo(rank, rank, 0, 2, 2, 1) for rank in range(2)]
-    yield [
-        MonitoredRank(each, None, HeartbeatReader(descriptor))
-        for each, descriptor in zip(ranks, descriptors, strict=True)
-    ]
+    yield descriptors
     for descriptor in descriptors:
         os.close(descriptor)
+
+
+@pytest.fixture
+def workers(heartbeats: list[int]) -> list[MonitoredRank]:
+    """Return two ranks that have nothing but a heartbeat, which nobody else writes."""
+    return [
+        MonitoredRank(RankInfo(rank, rank, 0, 2, 2, 1), None, HeartbeatReader(descriptor))
+        for rank, descriptor in enumerate(heartbeats)
+    ]

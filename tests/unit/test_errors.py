@@ -277,7 +277,7 @@ def test_derives_from_the_builtin() -> None:
 
 
 def test_fields_are_kept() -> None:
-    """What an error was built from can be read from it; a bare exception ends the sentence with its type."""
+    """What an error was built from can be read from it; where nothing was seen, nothing is shown as seen."""
     error = errors.WorkerRaisedError(
         **WHERE, exception_type="ValueError", exception_message="nan", stopped=(0,)
     )
@@ -286,6 +286,7 @@ def test_fields_are_kept() -> None:
     bare = errors.WorkerRaisedError(**WHERE, exception_type="StopIteration")
     assert bare.summary().endswith("raised StopIteration.")
     assert "traceback of" not in bare.appendix()
+    assert "Seen:" not in str(errors.WorldSizeMismatchError(devices=2, num_nodes=1, world_size=1))
 
 
 def test_unknown_names() -> None:
@@ -321,11 +322,6 @@ def test_bases_have_no_text_of_their_own() -> None:
     with pytest.raises(NotImplementedError):
         str(errors.WorkerError(**WHERE))
     assert rankwise.RankwiseError is errors.RankwiseError
-
-
-def test_a_mismatch_with_no_variables_shows_no_empty_facts() -> None:
-    """Where nothing was seen, nothing is shown as seen."""
-    assert "Seen:" not in str(errors.WorldSizeMismatchError(devices=2, num_nodes=1, world_size=1))
 
 
 def test_subclasses_of_users() -> None:

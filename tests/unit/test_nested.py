@@ -107,16 +107,12 @@ def test_values_of_other_kinds() -> None:
     assert list(walked(value, lambda item: item if type(item) is list else None)) == [value, 1, value]
 
 
-def doubled_often(value: Any, depth: int = 60) -> Any:
-    """Return containers each of which holds the previous one twice."""
-    for number in range(depth):
-        value = [value, value] if number % 2 else {"x": value, "y": (value,)}
-    return value
-
-
 def test_containers_at_many_places() -> None:
     """A container is copied once; a function may be called for each place, which matters to collectives."""
-    result = doubled(doubled_often([ONE]))
+    value: Any = [ONE]
+    for number in range(60):
+        value = [value, value] if number % 2 else {"x": value, "y": (value,)}
+    result = doubled(value)
     assert result[0] is result[1]
     leaf = result
     while isinstance(leaf, (list, dict)):

@@ -15,12 +15,9 @@ from rankwise.process_group.interception import call_from_here
 from rankwise.ranks import RankInfo
 
 
-def test_a_relative_path_without_a_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("removed_directory")
+def test_a_relative_path_without_a_working_directory(tmp_path: Path) -> None:
     """It is an error that says so; an absolute path needs none."""
-    folder = tmp_path / "removed"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    folder.rmdir()
     assert absolute_path(tmp_path) == str(tmp_path)
     with pytest.raises(ConfigurationError, match="'logs' is relative, but the working directory has"):
         absolute_path("logs")

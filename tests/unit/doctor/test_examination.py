@@ -40,13 +40,15 @@ def facts(report: Report, key: str) -> Mapping[str, object]:
     return result
 
 
-def test_alone() -> None:
-    """With no variables the process is alone, healthy, and told what to do next."""
+def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no variables the process is alone, healthy, and told what to do next; of two ranks one speaks."""
     report, speaks = examined({})
     assert speaks
     assert report.findings == []
     assert facts(report, "environment")["name"] == "local"
     assert 'Trainer(strategy="ddp", devices=2)' in report.to_text()
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+    assert [examined({**BY_HAND, "RANK": r, "LOCAL_RANK": r})[1] for r in "01"] == [True, False]
 
 
 def test_why_not_others() -> None:
@@ -56,23 +58,13 @@ def test_why_not_others() -> None:
     assert re.search(r"^  not slurm: .*SLURM_STEP_ID is not set", report.to_text(), re.MULTILINE)
 
 
-def test_only_rank_zero_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two ranks one prints."""
-    monkeypatch.setattr(rank_zero_only, "rank", 0)
-    assert [examined({**BY_HAND, "RANK": r, "LOCAL_RANK": r})[1] for r in "01"] == [True, False]
-
-
 def test_wrong_variables() -> None:
-    """What a launcher left incomplete is wrong, with the error's own fix."""
+    """What a launcher left incomplete is wrong, with the error's own fix; so are more devices than ranks."""
     report, _ = examined({"TORCHELASTIC_RUN_ID": "x", "RANK": "0"})
     assert not report.is_healthy
     assert facts(report, "environment")["name"] is None
     assert "WORLD_SIZE" in report.findings[0].what
     assert report.findings[0].fix
-
-
-def test_impossible_devices() -> None:
-    """More devices than the launcher has started ranks is wrong."""
     report, _ = examined(BY_HAND, devices="3")
     assert [finding.is_error for finding in report.findings] == [True]
     assert "3" in report.findings[0].what
@@ -100,33 +92,27 @@ def test_interfaces() -> None:
     facts = examine_network({}, "127.0.0.1", {}).facts
     assert facts["interfaces"]["lo"] == "127.0.0.1"
     assert facts["interface"] == "lo"
-
-
-def test_unknown_interface() -> None:
-    """An interface that is named but not there is wrong."""
-    section = examine_network({"GLOO_SOCKET_IFNAME": "nosuch0"}, None, {})
-    assert "GLOO_SOCKET_IFNAME=nosuch0" in section.findings[0].what
     assert examine_network({"GLOO_SOCKET_IFNAME": "lo"}, None, {}).findings == []
 
 
-def test_slow_lookups() -> None:
-    """A host that looks names up slowly is noted by its name."""
-    [note] = examine_network({}, None, {"fast": 0.01, "slow": 5.0}).findings
-    assert not note.is_error
-    assert "5.0 s on slow" in note.what
-
-
-def test_loopback_as_main_address() -> None:
-    """Several nodes that meet on loopback are noted."""
-    [note] = examine_network({}, "127.0.0.1", {}).findings
-    assert "MASTER_ADDR" in note.fix
-
-
-def test_no_way_to_the_main_address() -> None:
-    """A main address that is no host's name is wrong."""
-    [error] = examine_network({}, "no such host", {}).findings
-    assert error.is_error
-    assert "MASTER_ADDR" in error.fix
+@pytest.mark.parametrize(
+    ("environ", "address", "lookups_s", "is_error", "what", "fix"),
+    [
+        ({"GLOO_SOCKET_IFNAME": "nosuch0"}, None, {}, True, "GLOO_SOCKET_IFNAME=nosuch0", "unset it"),
+        ({}, None, {"fast": 0.01, "slow": 5.0}, False, "5.0 s on slow", "/etc/hosts"),
+        ({}, "127.0.0.1", {}, False, "loopback", "MASTER_ADDR"),
+        ({}, "no such host", {}, True, "cannot be reached", "MASTER_ADDR"),
+    ],
+    ids=["no interface", "slow lookups", "loopback", "no way"],
+)
+def test_networks(
+    environ: dict[str, str], address: str | None, lookups_s: Any, is_error: bool, what: str, fix: str
+) -> None:
+    """An interface or main address that is not there is wrong; loopback and slow lookups are noted."""
+    [finding] = examine_network(environ, address, lookups_s).findings
+    assert finding.is_error == is_error
+    assert what in finding.what
+    assert fix in finding.fix
 
 
 @pytest.mark.parametrize(

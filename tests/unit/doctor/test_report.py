@@ -29,14 +29,10 @@ def test_errors_come_first() -> None:
 
 
 def test_a_note_is_healthy() -> None:
-    """A note leaves the report healthy, and the next step is said."""
+    """A note leaves the report healthy, and the next step is said; with an error that is the fix alone."""
     noted = report(NOTE)
     assert noted.is_healthy
     assert noted.to_text().endswith("  Nothing is wrong.\n  Next:  go on.")
-
-
-def test_an_error_is_not() -> None:
-    """With an error there is no next step but the fix."""
     broken = report(ERROR)
     assert not broken.is_healthy
     assert "Next:" not in broken.to_text()
@@ -73,12 +69,13 @@ def printed(printer: ReportPrinter | None) -> list[str]:
 
 
 def test_sections_are_printed_as_they_come() -> None:
-    """Each section is on the screen before the next is measured; what is measured is said before."""
+    """Each is on the screen before the next is measured, which is said before; other ranks print nothing."""
     first, measuring, second, complete, text, _ = printed(ReportPrinter())
     assert first == "First\n  one\n\n"
     assert measuring == f"{first}doctor: measuring ...\n"
     assert second == f"{measuring}Second\n  two\n\n"
     assert complete.replace("doctor: measuring ...\n", "") == f"{text}\n"
+    assert printed(None)[:4] == [""] * 4
 
 
 def test_json_is_printed_at_once() -> None:
@@ -86,11 +83,6 @@ def test_json_is_printed_at_once() -> None:
     first, measuring, second, complete, _, as_json = printed(ReportPrinter(as_json=True))
     assert [first, measuring, second] == ["", "doctor: measuring ...\n", measuring]
     assert complete == f"{measuring}{as_json}\n"
-
-
-def test_other_ranks_print_nothing() -> None:
-    """A report without a printer, as of rank 1, says nothing."""
-    assert printed(None)[:4] == [""] * 4
 
 
 def test_tables_are_aligned() -> None:

@@ -7,7 +7,6 @@ import pytest
 
 from rankwise.environments import (
     ClusterEnvironment,
-    KubeflowEnvironment,
     LocalEnvironment,
     LSFEnvironment,
     MPIEnvironment,
@@ -17,7 +16,7 @@ from rankwise.environments import (
 )
 from rankwise.environments.network import port_of_job
 from rankwise.errors import ConfigurationError, EnvironmentVariableError, MissingExtraError
-from tests.unit.environments.variables import hydra, jsrun, open_mpi, pals, pod, skypilot, step, without
+from tests.unit.environments.variables import hydra, jsrun, open_mpi, pals, skypilot, step, without
 
 FILES = pytest.mark.parametrize(
     ("cls", "variables", "file_variable"),
@@ -27,23 +26,14 @@ FILES = pytest.mark.parametrize(
 
 
 @FILES
-def test_the_first_node_of_a_file(
+def test_nodes_of_a_file(
     cls: type[ClusterEnvironment], variables: dict[str, str], file_variable: str, tmp_path: Path
 ) -> None:
-    """The file's first node is rank 0's; `MASTER_ADDR` overrides it."""
+    """The first is rank 0's, unless `MASTER_ADDR` is set; the second is `other_node`, if there is one."""
     path = tmp_path / "hosts"
     path.write_text("node7\nnode7\nnode8\nnode8\n")
     assert cls({**variables, file_variable: str(path)}).main_address == "node7"
     assert cls({**variables, file_variable: str(path), "MASTER_ADDR": "head"}).main_address == "head"
-
-
-@FILES
-def test_another_node_of_a_file(
-    cls: type[ClusterEnvironment], variables: dict[str, str], file_variable: str, tmp_path: Path
-) -> None:
-    """`other_node` is the file's second node; None without one, and without a file."""
-    path = tmp_path / "hosts"
-    path.write_text("node7\nnode7\nnode8\nnode8\n")
     assert cls({**variables, file_variable: str(path)}).other_node == "node8"
     path.write_text("node7\n")
     assert cls({**variables, file_variable: str(path)}).other_node is None
@@ -59,27 +49,16 @@ def test_lsf_skips_the_launch_node(launch_node: str, tmp_path: Path) -> None:
 
 
 @FILES
-@pytest.mark.parametrize(
-    "content", [None, b"", b" \n\n", b"\xff\xfe\x00"], ids=["absent", "0", "blank", "bin"]
-)
 def test_a_file_without_nodes(
-    cls: type[ClusterEnvironment],
-    variables: dict[str, str],
-    file_variable: str,
-    content: bytes | None,
-    tmp_path: Path,
+    cls: type[ClusterEnvironment], variables: dict[str, str], file_variable: str, tmp_path: Path
 ) -> None:
-    """A file that is missing, empty or not text is an error that names its variable."""
+    """A file that is missing, empty or not text, or has no variable, is an error that names the variable."""
     path = tmp_path / "hosts"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(EnvironmentVariableError, match=file_variable):
-        cls({**variables, file_variable: str(path)}).main_address  # noqa: B018  the property raises
-
-
-@FILES
-def test_no_file_at_all(cls: type[ClusterEnvironment], variables: dict[str, str], file_variable: str) -> None:
-    """Without the file's variable and `MASTER_ADDR` the address is an error."""
+    for content in (None, b"", b" \n\n", b"\xff\xfe\x00"):
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(EnvironmentVariableError, match=file_variable):
+            cls({**variables, file_variable: str(path)}).main_address  # noqa: B018  the property raises
     with pytest.raises(EnvironmentVariableError, match=f"{file_variable} is not set"):
         cls(without(variables, file_variable)).main_address  # noqa: B018  the property raises
 
@@ -102,12 +81,6 @@ def test_a_malformed_list_of_slurm_is_an_error_beside_an_address() -> None:
     assert SlurmEnvironment({**variables, "SLURM_STEP_NODELIST": "n[1-2]"}).other_node == "n2"
     with pytest.raises(EnvironmentVariableError, match="SLURM_STEP_NODELIST"):
         SlurmEnvironment({**variables, "SLURM_STEP_NODELIST": "n[2-1]"}).other_node  # noqa: B018 -- it raises
-
-
-def test_address_and_port_of_a_pod() -> None:
-    """Address and port of a pod are the operator's."""
-    environment = KubeflowEnvironment(pod(1, 2, "2"))
-    assert (environment.main_address, environment.main_port) == ("job-master-0", 23456)
 
 
 def test_a_local_job_has_no_port_beforehand() -> None:

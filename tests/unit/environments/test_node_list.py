@@ -9,7 +9,7 @@ from rankwise.errors import InvalidArgumentError
 
 
 def test_node_lists() -> None:
-    """Each form of a node list gives its nodes, in order."""
+    """Each form of a node list gives its nodes, in order, and padded, also ten thousand."""
     lists = [
         ("n1", ["n1"]),
         (" n1 ", ["n1"]),
@@ -29,6 +29,9 @@ def test_node_lists() -> None:
     ]
     for text, names in lists:
         assert expand_node_list(text) == names
+    names = expand_node_list("gpu[00001-10000]")
+    assert len(set(names)) == 10_000
+    assert (names[0], names[-1]) == ("gpu00001", "gpu10000")
 
 
 def test_invalid_node_lists() -> None:
@@ -66,25 +69,30 @@ def test_invalid_node_lists() -> None:
         assert len(str(caught.value)) < 400, text
 
 
+MANY, LONG = "at most 100000", "at most 255 characters and 16 brackets"
+
+
 @pytest.mark.parametrize(
-    "text", ["n[1-999999999999999]", "n[0-999][0-999][0-999]", ",".join(["n[1-60000]"] * 2)]
+    ("text", "problem", "memory"),
+    [
+        ("n[1-999999999999999]", MANY, 50_000_000),
+        ("n[0-999][0-999][0-999]", MANY, 50_000_000),
+        ("n[1-60000],n[1-60000]", MANY, 50_000_000),
+        ("n" * 9000 + "[1-99999]", LONG, 5_000_000),
+        ("n" + "[1]" * 3000, LONG, 5_000_000),
+        ("n[1]" * 60, LONG, 5_000_000),
+    ],
+    ids=["range", "product", "sum", "name", "brackets", "both"],
 )
-def test_too_long_node_lists(text: str) -> None:
-    """A list of too many nodes is an error before it is expanded."""
+def test_too_long_node_lists(text: str, problem: str, memory: int) -> None:
+    """Too many nodes, and names that no host has, are an error before they are expanded."""
     tracemalloc.start()
     try:
-        with pytest.raises(InvalidArgumentError, match="at most 100000"):
+        with pytest.raises(InvalidArgumentError, match=problem):
             expand_node_list(text)
-        assert tracemalloc.get_traced_memory()[1] < 50_000_000
+        assert tracemalloc.get_traced_memory()[1] < memory
     finally:
         tracemalloc.stop()
-
-
-def test_ten_thousand_nodes() -> None:
-    """A list of ten thousand nodes is complete and padded."""
-    names = expand_node_list("gpu[00001-10000]")
-    assert len(set(names)) == 10_000
-    assert (names[0], names[-1]) == ("gpu00001", "gpu10000")
 
 
 @pytest.mark.parametrize(
@@ -98,26 +106,8 @@ def test_counts(text: str, counts: list[int]) -> None:
 
 @pytest.mark.parametrize("text", ["", "x", "2(x", "2(x)", "2(3)", "-1", "2,,1", "2(x-1)", "\u0662", "1" * 50])
 def test_invalid_counts(text: str) -> None:
-    """Other text is our error."""
+    """Other text is our error, and so is a too large repetition, before it is expanded."""
     with pytest.raises(InvalidArgumentError, match="tasks per node"):
         expand_counts(text)
-
-
-def test_too_long_counts() -> None:
-    """A too large repetition is an error before it is expanded."""
     with pytest.raises(InvalidArgumentError, match="at most 100000"):
         expand_counts("1(x100000),1(x1)")
-
-
-@pytest.mark.parametrize(
-    "text", ["n" * 9000 + "[1-99999]", "n" + "[1]" * 3000, "n[1]" * 60], ids=["a", "b", "c"]
-)
-def test_too_long_names(text: str) -> None:
-    """Names that no host has are an error before they are repeated for each node."""
-    tracemalloc.start()
-    try:
-        with pytest.raises(InvalidArgumentError, match="at most 255 characters and 16 brackets"):
-            expand_node_list(text)
-        assert tracemalloc.get_traced_memory()[1] < 5_000_000
-    finally:
-        tracemalloc.stop()

@@ -23,46 +23,32 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return asked
 
 
-def test_not_if_it_is_switched_off(scontrol: Path) -> None:
-    """A job is requeued unless auto_requeue is False, as in Lightning; the signal is SIGUSR1."""
+def test_a_job_and_a_task_of_an_array(scontrol: Path) -> None:
+    """A job is requeued by its id, a task of an array by the array's id and its own; none by choice."""
     SlurmEnvironment(STEP, auto_requeue=False).requeue()
     assert not scontrol.exists()
-    environment = SlurmEnvironment(STEP)
-    environment.requeue()
-    assert environment.requeue_signal is signal.SIGUSR1
-    assert scontrol.read_text() == "requeue 17\n"
-
-
-def test_a_job_and_a_task_of_an_array(scontrol: Path) -> None:
-    """A job is requeued by its id, a task of an array by the array's id and its own."""
     SlurmEnvironment(STEP).requeue()
     array = {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "5"}
     SlurmEnvironment({**STEP, **array}).requeue()
     assert scontrol.read_text() == "requeue 17\nrequeue 12_5\n"
 
 
-def test_a_failed_requeue_is_a_warning(scontrol: Path) -> None:
-    """A failure is a warning: training has already stopped and saved."""
+def test_a_failed_requeue_is_a_warning(scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training has already stopped and saved: a controller that refuses or hangs, and none at all."""
     with pytest.warns(UserWarning, match="scontrol requeue 99 failed: no such job"):
         SlurmEnvironment({**STEP, "SLURM_JOB_ID": "99"}).requeue()
-
-
-def test_a_controller_that_hangs(scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call has a timeout."""
-    monkeypatch.setattr(slurm, "_REQUEUE_TIMEOUT_S", 2.0)
-    with pytest.warns(UserWarning, match=r"scontrol requeue 98 failed: .*timed out"):
-        SlurmEnvironment({**STEP, "SLURM_JOB_ID": "98"}).requeue()
-    assert scontrol.exists()
-
-
-def test_no_scontrol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A missing `scontrol`, as in a container, is a warning."""
-    monkeypatch.setenv("PATH", str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(slurm, "_REQUEUE_TIMEOUT_S", 2.0)
+        with pytest.warns(UserWarning, match=r"scontrol requeue 98 failed: .*timed out"):
+            SlurmEnvironment({**STEP, "SLURM_JOB_ID": "98"}).requeue()
+    assert scontrol.read_text() == "requeue 99\nrequeue 98\n"
+    monkeypatch.setenv("PATH", str(scontrol.parent / "empty"))  # as in a container
     with pytest.warns(UserWarning, match="scontrol requeue 17 failed: .*No such file"):
         SlurmEnvironment(STEP).requeue()
 
 
-def test_no_signal() -> None:
-    """Another signal, or none, can be chosen; other values are errors."""
+def test_the_signal() -> None:
+    """It is SIGUSR1; another signal, or none, can be chosen."""
+    assert SlurmEnvironment(STEP).requeue_signal is signal.SIGUSR1
     assert SlurmEnvironment(STEP, requeue_signal=None).requeue_signal is None
     assert SlurmEnvironment(STEP, requeue_signal=signal.SIGUSR2).requeue_signal is signal.SIGUSR2

@@ -1,25 +1,41 @@
 """The failures of a job: which ranks a timeout names, and records of the same failure."""
 
 import dataclasses
-import os
 import time
+from typing import TypeVar
 
 import pytest
 
-from rankwise.errors import WorkerKilledError, WorkerRaisedError, WorkerTimedOutError
+from rankwise.errors import WorkerError, WorkerKilledError, WorkerRaisedError, WorkerTimedOutError
 from rankwise.failures.collector import FailureCollector
 from rankwise.failures.record import FailureRecord
 from rankwise.monitoring.heartbeat import (
     TEARDOWN,
     Heartbeat,
-    HeartbeatReader,
     MonitoredRank,
     heartbeat_written_to,
     report_phase,
 )
-from rankwise.processes.memory_file import create_memory_file
 
 GAVE_UP = "Timed out waiting 3000ms for recv operation to complete"
+Error = TypeVar("Error", bound=WorkerError)
+
+
+def error_of(failures: FailureCollector, kind: type[Error]) -> Error:
+    """Return the error of the job, which is of this kind."""
+    error = failures.error()
+    assert isinstance(error, kind)
+    return error
+
+
+def timed_out(
+    rank: int, at_s: float, heartbeat: Heartbeat | None = None, text: str = GAVE_UP
+) -> FailureRecord:
+    record = FailureRecord(rank, rank, 0, 1, at_s, exception_type="RuntimeError", heartbeat=heartbeat)
+    is_timeout = text == GAVE_UP
+    return dataclasses.replace(
+        record, exception_message=text, is_timeout=is_timeout, is_consequence=not is_timeout
+    )
 
 
 @pytest.mark.parametrize(
@@ -28,50 +44,22 @@ GAVE_UP = "Timed out waiting 3000ms for recv operation to complete"
     ids=["elsewhere", "waits too", "came when the other had given up"],
 )
 def test_who_is_missing(
-    workers: list[MonitoredRank], waits: bool, came_late: bool, missing: tuple[int, ...]
+    workers: list[MonitoredRank],
+    heartbeats: list[int],
+    waits: bool,
+    came_late: bool,
+    missing: tuple[int, ...],
 ) -> None:
     """A rank is missing unless it had come before the other timed out, however late that is read."""
-    descriptor = create_memory_file()
-    workers[1].heartbeat = HeartbeatReader(descriptor)
     failures = FailureCollector(workers)
-    with heartbeat_written_to(descriptor):
+    with heartbeat_written_to(heartbeats[1]):
         gave_up_s = time.monotonic()
         report_phase("backward", step=3, waits=waits)
-        failures.add(
-            FailureRecord(
-                global_rank=0,
-                local_rank=0,
-                node_rank=0,
-                pid=os.getpid(),
-                at_s=gave_up_s if came_late else time.monotonic(),
-                exception_type="RuntimeError",
-                exception_message="Timed out waiting 6000ms for recv operation to complete",
-                is_timeout=True,
-                missing=(3,),  # on another node
-            )
-        )
-    os.close(descriptor)
-    error = failures.error()
-    assert isinstance(error, WorkerTimedOutError)
+        record = timed_out(0, gave_up_s if came_late else time.monotonic())
+        failures.add(dataclasses.replace(record, missing=(3,)))  # on another node
+    error = error_of(failures, WorkerTimedOutError)
     assert error.missing == missing
     assert "step 3, backward" in error.last_seen[0]
-
-
-def timed_out(
-    rank: int, at_s: float, heartbeat: Heartbeat | None = None, text: str = GAVE_UP
-) -> FailureRecord:
-    is_timeout = text == GAVE_UP
-    facts = {"is_timeout": is_timeout, "is_consequence": not is_timeout, "exception_message": text}
-    return FailureRecord(
-        rank,
-        rank,
-        0,
-        1,
-        at_s,
-        exception_type="RuntimeError",
-        heartbeat=heartbeat,
-        **facts,  # type: ignore[arg-type]  # a mix of types
-    )
 
 
 @pytest.mark.parametrize(
@@ -94,19 +82,20 @@ def timed_out(
     ],
 )
 def test_who_has_given_up_just_as_well(
-    workers: list[MonitoredRank], heartbeat: Heartbeat, text: str, after_s: float, missing: tuple[int, ...]
+    workers: list[MonitoredRank],
+    heartbeats: list[int],
+    heartbeat: Heartbeat,
+    text: str,
+    after_s: float,
+    missing: tuple[int, ...],
 ) -> None:
     """A rank that waited for the same rank is not missing; its status is that of the wait."""
-    descriptor = create_memory_file()
-    workers[1].heartbeat = HeartbeatReader(descriptor)
     failures = FailureCollector(workers)
-    with heartbeat_written_to(descriptor):
+    with heartbeat_written_to(heartbeats[1]):
         report_phase(TEARDOWN)
         failures.add(dataclasses.replace(timed_out(0, 10.0), missing=(3,)))  # on another node
-    os.close(descriptor)
     failures.add(timed_out(1, 10.0 + after_s, heartbeat, text))
-    error = failures.error()
-    assert isinstance(error, WorkerTimedOutError)
+    error = error_of(failures, WorkerTimedOutError)
     assert (error.global_rank, error.missing) == (0, missing)
     assert error.last_seen == (
         f"global_rank=1 was last in {heartbeat.phase}, {max(0, 10 - heartbeat.at_s):.0f} s ago",
@@ -118,23 +107,18 @@ def test_who_waits_for_one_another(workers: list[MonitoredRank]) -> None:
     failures = FailureCollector(workers)
     failures.add(timed_out(0, 10.0))
     failures.add(timed_out(1, 10.1))
-    error = failures.error()
-    assert isinstance(error, WorkerTimedOutError)
+    error = error_of(failures, WorkerTimedOutError)
     assert (error.global_rank, error.missing) == (0, (1,))
 
 
-def test_who_hangs_in_its_wait_is_missing(workers: list[MonitoredRank]) -> None:
+def test_who_hangs_in_its_wait_is_missing(workers: list[MonitoredRank], heartbeats: list[int]) -> None:
     """Of three ranks that all wait, the one that does not time out hangs: it alone is missing."""
-    descriptor = create_memory_file()
-    workers[1].heartbeat = HeartbeatReader(descriptor)
     failures = FailureCollector(workers)
-    with heartbeat_written_to(descriptor):
+    with heartbeat_written_to(heartbeats[1]):
         report_phase("all_reduce", waits=True)
         failures.add(timed_out(0, time.monotonic()))
-    os.close(descriptor)
     failures.add(timed_out(2, time.monotonic()))
-    error = failures.error()
-    assert isinstance(error, WorkerTimedOutError)
+    error = error_of(failures, WorkerTimedOutError)
     assert (error.global_rank, error.missing) == (0, (1,))
 
 
@@ -144,8 +128,7 @@ def test_the_rank_that_reports_is_not_missing(workers: list[MonitoredRank]) -> N
     failures.add(timed_out(1, 10.1))
     failures.stopped += [0]
     failures.add(dataclasses.replace(timed_out(0, 10.0), missing=(1, 3)))
-    error = failures.error()
-    assert isinstance(error, WorkerTimedOutError)
+    error = error_of(failures, WorkerTimedOutError)
     assert (error.global_rank, error.missing, error.stopped) == (0, (3,), ())
 
 
@@ -156,8 +139,7 @@ def test_a_failure_that_several_ranks_have_heard_of(workers: list[MonitoredRank]
     record = FailureRecord(3, 1, 1, 100, at_s=1.0, exception_type="ValueError", traceback_text="there")
     for at_s in (1.0, 1.5):
         failures.add(dataclasses.replace(record, at_s=at_s))
-    error = failures.error()
-    assert isinstance(error, WorkerRaisedError)
+    error = error_of(failures, WorkerRaisedError)
     assert (error.global_rank, error.alike, seen) == (3, (), [record])
 
 
@@ -172,8 +154,7 @@ def test_another_that_was_killed_has_its_line(workers: list[MonitoredRank]) -> N
     failures.add(killed(3, 2.5))
     failures.stopped.extend((0, 2))
     failures.add_late(killed(2, 1.9))
-    error = failures.error()
-    assert isinstance(error, WorkerKilledError)
+    error = error_of(failures, WorkerKilledError)
     assert (error.global_rank, error.stopped) == (1, (0,))
     assert error.consequences == tuple(f"global_rank {rank} was killed by SIGKILL" for rank in (3, 2))
 
@@ -185,8 +166,7 @@ def test_a_rank_whose_end_is_seen_late_is_the_cause(workers: list[MonitoredRank]
     failures.add(lost)
     failures.stopped.append(1)
     failures.add_late(killed(1, 2.0))
-    error = failures.error()
-    assert isinstance(error, WorkerKilledError)
+    error = error_of(failures, WorkerKilledError)
     assert (error.global_rank, error.stopped) == (1, ())
     assert error.consequences == (lost.line(),)
 

@@ -32,42 +32,33 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     forget_store(address)
 
 
-def test_a_kill_is_published(address: tuple[str, int]) -> None:
-    """Over its own connection to the store, under the keys of its job and no other."""
-    second = CrossNodeFailures(RendezvousEndpoint(address, hosts=False), RANKS[1], job=2)
-    second.publish(FailureRecord(2, 0, 1, 99, at_s=1.0, exception_type="ValueError"))  # which it says itself
-    second.publish(KILLED)
-    second.wait_until_published()
-    store = hosted_store(LIMIT, address)
-    left = published_failure(store_of_job(store, 2))
-    assert left is not None
-    assert FailureRecord.from_json(left) == KILLED
-    assert published_failure(store_of_job(store, 1)) is None
-
-
 RAISED = FailureRecord(3, 1, 1, 100, at_s=1.0, exception_type="RuntimeError", has_met=False)
 
 
 @pytest.mark.parametrize(
     ("record", "is_published"),
     [
+        (KILLED, True),
         (RAISED, True),
         (dataclasses.replace(RAISED, has_met=True), False),
         (dataclasses.replace(RAISED, node_rank=0), False),
         (dataclasses.replace(RAISED, is_consequence=True), False),
         (dataclasses.replace(RAISED, is_timeout=True), False),
     ],
-    ids=["before it met them", "after", "of another node", "an echo", "waited in vain"],
+    ids=["killed", "before it met them", "after", "of another node", "an echo", "waited in vain"],
 )
-def test_an_exception_is_published_where_its_rank_cannot(
+def test_a_failure_is_published_where_its_rank_cannot(
     record: FailureRecord, is_published: bool, address: tuple[str, int]
 ) -> None:
-    """A failure before the rendezvous, and no consequence of another rank's failure."""
-    node = CrossNodeFailures(RendezvousEndpoint(address, hosts=False), RANKS[1])
+    """A kill, or a failure before the rendezvous, and no consequence; under the keys of its job alone."""
+    node = CrossNodeFailures(RendezvousEndpoint(address, hosts=False), RANKS[1], job=2)
+    node.publish(FailureRecord(2, 0, 1, 99, at_s=1.0, exception_type="ValueError"))  # which it says itself
     node.publish(record)
     node.wait_until_published()
-    left = published_failure(store_of_job(hosted_store(LIMIT, address), 1))
-    assert (left is not None) is is_published
+    store = hosted_store(LIMIT, address)
+    left = published_failure(store_of_job(store, 2))
+    assert (None if left is None else FailureRecord.from_json(left)) == (record if is_published else None)
+    assert published_failure(store_of_job(store, 1)) is None
 
 
 def test_the_host_waits_until_the_other_nodes_have_read_it(

@@ -53,6 +53,12 @@ def gone() -> Any:
     return Gone()
 
 
+@pytest.fixture
+def store() -> dist.Store:
+    """Return the store of a job, in which all ranks are to be found."""
+    return dist.HashStore()
+
+
 @contextmanager
 def monitored(
     store: dist.Store,
@@ -70,17 +76,15 @@ def monitored(
     monitor.close()
 
 
-def test_the_first_failure_is_found() -> None:
+def test_the_first_failure_is_found(store: dist.Store) -> None:
     """A rank that fails in consequence finds the record that was published first."""
-    store = dist.HashStore()
     FailureExchange(store, RANKS, RANKS[3]).publish(b"the first")
     FailureExchange(store, RANKS, RANKS[2]).publish(b"the second")
     assert FailureExchange(store, RANKS, RANKS[0]).find_cause(LOST_PEER) == b"the first"
 
 
-def test_ranks_that_do_not_reply_are_named() -> None:
+def test_ranks_that_do_not_reply_are_named(store: dist.Store) -> None:
     """Without a published failure the ranks that do not reply are lost; the error has their hosts."""
-    store = dist.HashStore()
     for rank in (1, 3):
         store.set(reply_key(rank), own_status(RANKS[rank]))
     with pytest.raises(NodesLostError, match=r"global_rank 2 \(node 1, host 'b'") as caught:
@@ -89,9 +93,8 @@ def test_ranks_that_do_not_reply_are_named() -> None:
     assert "closed by peer" in str(caught.value)
 
 
-def test_a_rank_that_is_done_waits_for_the_others() -> None:
+def test_a_rank_that_is_done_waits_for_the_others(store: dist.Store) -> None:
     """All ranks go on together once the last one is done."""
-    store = dist.HashStore()
     order: list[int] = []
 
     def finish(rank: int) -> object:
@@ -104,9 +107,8 @@ def test_a_rank_that_is_done_waits_for_the_others() -> None:
         assert list(ranks.map(finish, range(4))) == [[0, 1, 2, 3]] * 4
 
 
-def test_a_rank_that_is_done_receives_a_later_failure() -> None:
+def test_a_rank_that_is_done_receives_a_later_failure(store: dist.Store) -> None:
     """A rank that waits for the others gets the record of one that failed after it was done."""
-    store = dist.HashStore()
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(FailureExchange(store, RANKS, RANKS[0]).wait_for_other_ranks)
         FailureExchange(store, RANKS, RANKS[3]).publish(b"the first")
@@ -115,19 +117,15 @@ def test_a_rank_that_is_done_receives_a_later_failure() -> None:
     assert caught.value.record == b"the first"
 
 
-def test_a_rank_that_is_done_waits_with_a_limit() -> None:
-    """Ranks that are neither done nor failed, and do not reply, are lost after the time limit."""
+def test_a_rank_that_is_done_waits_with_a_limit(store: dist.Store) -> None:
+    """Ranks that are neither done nor failed are lost after it, but for those that reply: they work on."""
+    own = FailureExchange(store, RANKS, RANKS[0])
     with pytest.raises(NodesLostError) as caught:
-        FailureExchange(dist.HashStore(), RANKS, RANKS[0]).wait_for_other_ranks(timedelta(seconds=0.2))
+        own.wait_for_other_ranks(timedelta(seconds=0.2))
     assert caught.value.lost == tuple(str(place) for place in RANKS[1:])
-
-
-def test_ranks_that_are_still_at_work_are_not_lost() -> None:
-    """A rank that replies is still at work; that is no failure."""
-    store = dist.HashStore()
     for place in RANKS[1:]:
         store.set(reply_key(place.global_rank), own_status(place))
-    FailureExchange(store, RANKS, RANKS[0]).wait_for_other_ranks(timedelta(seconds=0.2))
+    own.wait_for_other_ranks(timedelta(seconds=0.2))
 
 
 def test_a_store_that_is_gone_means_the_other_node() -> None:
@@ -140,9 +138,8 @@ def test_a_store_that_is_gone_means_the_other_node() -> None:
 
 
 @pytest.mark.parametrize("was_asked", [False, True], ids=["at_once", "after_a_report"])
-def test_a_failure_is_sent_to_every_rank(was_asked: bool) -> None:
+def test_a_failure_is_sent_to_every_rank(was_asked: bool, store: dist.Store) -> None:
     """A rank in no collective receives the failure, and keeps it when the store is gone."""
-    store = dist.HashStore()
     exchange = FailureExchange(store, RANKS, RANKS[2])
     with monitored(store, RANKS[2], exchange):
         if was_asked:
@@ -156,10 +153,11 @@ def test_a_failure_is_sent_to_every_rank(was_asked: bool) -> None:
         exchange.wait_for_other_ranks()
 
 
-def test_the_host_of_the_store_waits_until_a_failure_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_of_the_store_waits_until_a_failure_is_read(
+    monkeypatch: pytest.MonkeyPatch, store: dist.Store
+) -> None:
     """It waits for ranks that have not read it, but with a limit; not at all without a failure."""
     monkeypatch.setattr(exchange, "_READ_TIMEOUT", timedelta(minutes=1))
-    store = dist.HashStore()
     host = FailureExchange(store, RANKS[:2], RANKS[0])
     began = time.monotonic()
     host.wait_until_read()
@@ -173,18 +171,16 @@ def test_the_host_of_the_store_waits_until_a_failure_is_read(monkeypatch: pytest
     assert 0.5 < time.monotonic() - began < 30
 
 
-def test_a_job_that_is_done_does_not_fail_any_more() -> None:
+def test_a_job_that_is_done_does_not_fail_any_more(store: dist.Store) -> None:
     """A failure after all ranks are done is sent to no rank."""
-    store = dist.HashStore()
     FailureExchange(store, RANKS[:1], RANKS[0]).wait_for_other_ranks()
     publish_failure(store, b"too late", 1)
     assert published_failure(store) is None
     assert not store.check([message_key(0, 1)])
 
 
-def test_a_late_rank_replies_with_its_phase() -> None:
+def test_a_late_rank_replies_with_its_phase(store: dist.Store) -> None:
     """After a timeout the ranks reply: one that does not wait is missing, with its phase."""
-    store = dist.HashStore()
     with heartbeat_written_to(NO_FILE):
         report_phase("data loading", step=7)
         with monitored(store, RANKS[1]):
@@ -193,9 +189,8 @@ def test_a_late_rank_replies_with_its_phase() -> None:
     assert found == StatusReport((1,), (f"{place} was last in step 7, data loading, 0 s ago",), ())
 
 
-def test_a_rank_that_waits_too_is_not_missing() -> None:
+def test_a_rank_that_waits_too_is_not_missing(store: dist.Store) -> None:
     """A rank that waits in a collective itself is not missing; one that does not reply is."""
-    store = dist.HashStore()
     with heartbeat_written_to(NO_FILE):
         report_phase("backward", step=7, waits=True)
         store.set(reply_key(1), own_status(RANKS[1]))
@@ -209,9 +204,8 @@ def test_a_rank_that_waits_too_is_not_missing() -> None:
 TIMED_OUT = "a collective timed out"
 
 
-def test_the_first_rank_that_times_out_collects_the_replies() -> None:
+def test_the_first_rank_that_times_out_collects_the_replies(store: dist.Store) -> None:
     """The others use what it has read, but for ranks that did not reply, or did not wait, by then."""
-    store = dist.HashStore()
     with heartbeat_written_to(NO_FILE):
         report_phase("backward", step=7, waits=True)
         store.set(reply_key(3), own_status(RANKS[3]))
@@ -231,11 +225,10 @@ def test_the_first_rank_that_times_out_collects_the_replies() -> None:
 
 @pytest.mark.parametrize("report", [None, "[]", "damaged"], ids=["none", "of no rank", "damaged"])
 def test_without_the_collected_replies_a_rank_reads_them(
-    report: str | None, monkeypatch: pytest.MonkeyPatch
+    report: str | None, monkeypatch: pytest.MonkeyPatch, store: dist.Store
 ) -> None:
     """The rank that began to collect them may have ended."""
     monkeypatch.setattr(exchange, "_COLLECT_S", 0.1)
-    store = dist.HashStore()
     store.set(collector_key(TIMED_OUT), "3")
     store.set(reply_key(1), own_status(RANKS[1]))
     if report is not None:
@@ -244,9 +237,8 @@ def test_without_the_collected_replies_a_rank_reads_them(
     assert found == StatusReport((1,), (f"{RANKS[1]} is there",), ())
 
 
-def test_a_rank_that_has_timed_out_too_is_not_missing() -> None:
+def test_a_rank_that_has_timed_out_too_is_not_missing(store: dist.Store) -> None:
     """Its status at its own timeout counts, also in a collective without a phase, not a later one."""
-    store = dist.HashStore()
     with heartbeat_written_to(NO_FILE):
         report_phase("running")
         FailureExchange(store, RANKS[:2], RANKS[1]).find_cause(RuntimeError(), is_timeout=True)
@@ -268,9 +260,8 @@ def test_a_collective_that_failed_is_where_a_rank_was() -> None:
             assert (heartbeat.phase, heartbeat.waits) == seen
 
 
-def test_stacks_are_shown_on_request(capfd: pytest.CaptureFixture[str]) -> None:
+def test_stacks_are_shown_on_request(capfd: pytest.CaptureFixture[str], store: dist.Store) -> None:
     """A timeout elsewhere makes a rank without a supervisor write its stacks; closing it does not."""
-    store = dist.HashStore()
     with monitored(store, RANKS[1], shows_stacks=True):
         FailureExchange(store, RANKS[:2], RANKS[0]).find_cause(LOST_PEER, is_timeout=True)
     assert f"a collective timed out; stacks of {RANKS[1]}" in (text := capfd.readouterr().err)

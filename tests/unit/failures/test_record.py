@@ -46,13 +46,15 @@ def of(error: BaseException) -> FailureRecord:
 
 
 def test_an_exception_is_described() -> None:
-    """Rank, type, message and traceback."""
+    """Rank, type, message and traceback, which do not change."""
     made = of(ValueError("a message"))
     assert (made.global_rank, made.local_rank, made.node_rank) == (3, 1, 1)
     assert (made.exception_type, made.exception_message) == ("ValueError", "a message")
     assert made.traceback_text.startswith("Traceback (most recent call last):\n")
     assert made.traceback_text.endswith("ValueError: a message\n")
     assert made.exit_status is None
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.at_s = 2.0  # type: ignore[misc]  # wrong on purpose
     error = FailureRecord.from_json(dataclasses.replace(made, host="gpu07").to_json()).to_error(0.0, (), ())
     assert (made.host, error.host) == (socket.gethostname(), "gpu07")
 
@@ -128,19 +130,17 @@ def test_our_own_timeouts_are_known(error: Exception) -> None:
     assert not of(error).is_consequence
 
 
-def test_a_rank_zero_that_failed_is_an_echo() -> None:
-    """Who waits for rank zero raises its failure, not one of its own."""
+def test_what_another_rank_has_raised_first_is_a_consequence() -> None:
+    """Who raises rank zero's failure, or another rank's, is not taken for the cause."""
     assert of(RankZeroFailedError(0, "ValueError: x")).is_consequence
+    assert of(mark_propagated(ValueError("propagated"))).is_consequence
+    assert not of(ValueError("propagated")).is_consequence
 
 
 def test_the_earliest_is_the_cause() -> None:
-    """The first of several failures, in whatever order they are told."""
+    """In whatever order failures are told; a consequence counts only where there is nothing else."""
     records = [record(0, 3.0), record(1, 1.0), exited(2, 2.0, 1)]
     assert first_cause(records).global_rank == 1
-
-
-def test_an_echo_is_no_cause() -> None:
-    """A consequence is passed over although it came first; among consequences the first counts."""
     echo = record(0, 1.0, "Connection closed by peer", "RuntimeError")
     assert first_cause([echo, record(1, 2.0)]).global_rank == 1
     assert first_cause([echo, exited(1, 2.0, -9)]).global_rank == 1
@@ -176,24 +176,6 @@ def test_a_line_is_one_line() -> None:
     assert exited(2, 1.0, 3).line() == "global_rank 2 exited with code 3"
 
 
-def test_an_error_without_words() -> None:
-    """An exception whose `__str__` fails is described all the same."""
-
-    class Wordless(Exception):
-        def __str__(self) -> str:
-            raise RuntimeError
-
-    made = of(Wordless())
-    assert made.exception_type == "Wordless"
-    assert isinstance(made.exception_message, str)
-
-
-def test_records_do_not_change() -> None:
-    """A record is a fact."""
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        record().at_s = 2.0  # type: ignore[misc]  # wrong on purpose
-
-
 def test_the_same_traceback_is_told_once() -> None:
     """Ranks that fail alike are listed; what differs is a consequence of its own."""
     facts = {"local_rank": 0, "node_rank": 0, "pid": 1, "exception_type": "ValueError"}
@@ -205,12 +187,6 @@ def test_the_same_traceback_is_told_once() -> None:
     assert error.alike == (2, 3)
     assert [line.partition(" raised")[0] for line in error.consequences] == ["global_rank 1"]
     assert "the same on global_rank 2, 3" in str(error)
-
-
-def test_what_another_rank_has_raised_first_is_a_consequence() -> None:
-    """An exception that a rank raises on another's word is not taken for the cause."""
-    assert of(mark_propagated(ValueError("propagated"))).is_consequence
-    assert not of(ValueError("propagated")).is_consequence
 
 
 GONE = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:34699")
@@ -264,7 +240,7 @@ def test_leaving_for_a_consequence_is_one() -> None:
 
 
 def test_what_wraps_a_consequence_is_the_cause_where_there_is_no_other() -> None:
-    """The user's own mistake in a `finally` block is told with its traceback."""
+    """The user's own mistake in a `finally` block is told with its traceback; his own peer is no rank."""
     made = of(raised_while(FileNotFoundError("no such file"), GONE))
     error = first_cause([made]).to_error(0.0, (), ())
     assert isinstance(error, WorkerRaisedError)
@@ -272,10 +248,6 @@ def test_what_wraps_a_consequence_is_the_cause_where_there_is_no_other() -> None
     assert "raise error" in error.traceback_text
     assert "Connection closed by peer" in error.traceback_text
     assert error.has_lost_peer
-
-
-def test_a_peer_of_the_users_own_is_no_rank() -> None:
-    """An error of another type than torch's, with the same text, does not blame another rank."""
     error = first_cause([of(ConnectionError("Connection reset by peer"))]).to_error(0.0, (), ())
     assert isinstance(error, WorkerRaisedError)
     assert not error.has_lost_peer
@@ -290,13 +262,9 @@ def test_what_wraps_a_timeout_is_one() -> None:
     assert isinstance(error, WorkerTimedOutError)
     assert "waited too long for global_rank=1: raised ValueError: step failed." in str(error)
     assert "Timed out waiting 600ms" in error.traceback_text
-
-
-def test_a_rank_does_not_miss_itself() -> None:
-    """Where several waited in vain, what one has missed may be the rank that is named."""
-    error = dataclasses.replace(of(LATE), missing=(1, RANKS.global_rank)).to_error(0.0, (), ())
+    error = dataclasses.replace(made, missing=(1, RANKS.global_rank)).to_error(0.0, (), ())
     assert isinstance(error, WorkerTimedOutError)
-    assert error.missing == (1,)
+    assert error.missing == (1,)  # a rank does not miss itself
 
 
 @pytest.mark.parametrize("found", [GONE, LATE], ids=["gone", "late"])
@@ -322,21 +290,15 @@ def run_code(text: str, filename: str, **names: Any) -> BaseException:
     raise ValueError("the code raised nothing")
 
 
+@pytest.mark.usefixtures("removed_directory")
 @pytest.mark.parametrize("filename", ["<string>", "<frozen os>"])
-def test_a_working_directory_that_is_gone(
-    filename: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_working_directory_that_is_gone(filename: str) -> None:
     """A rank's exception is described although relative names lead nowhere any more."""
-    folder = tmp_path / "gone"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    folder.rmdir()
     with pytest.raises(FileNotFoundError):
         Path.cwd()
     made = of(run_code("raise ValueError('on purpose')", filename))
     assert made.exception_message == "on purpose"
     assert "line 1, in <module>" in made.traceback_text
-    monkeypatch.chdir(tmp_path)
 
 
 class NoSource:
@@ -354,11 +316,17 @@ def test_a_traceback_that_cannot_be_had() -> None:
     assert 'File "odd.py", line 1, in <module>\nValueError: on purpose\n' in made.traceback_text
 
 
-def test_an_error_whose_attributes_fail() -> None:
-    """An exception that hands its attributes on to what it has not got is described all the same."""
+def test_an_error_whose_text_or_attributes_fail() -> None:
+    """An exception that raises when it is read is described all the same."""
+
+    class Wordless(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
 
     class Delegating(Exception):
         def __getattr__(self, name: str) -> Any:
             return getattr(self.inner, name)
 
     assert of(Delegating("text")).exception_message == "text"
+    made = of(Wordless())
+    assert (made.exception_type, type(made.exception_message)) == ("Wordless", str)

@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -159,14 +158,6 @@ class Rank(ChannelEnd):
     def close(self) -> None:
         self.sock.close()
         os.close(self.heartbeat)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def wait_until_handled(supervisor: Supervisor) -> None:

@@ -13,6 +13,7 @@ from rankwise.failures.record import FailureRecord
 from rankwise.launchers.channel import REQUEST_ID_SIZE, FrameReader, Kind, frame
 from rankwise.launchers.context import WorkerContext
 from rankwise.ranks import RankInfo
+from tests.helpers.own_process import signal_handled
 from tests.unit.launchers.supervised import LIMIT_S, Ends
 
 MESSAGES = [
@@ -74,7 +75,6 @@ def interrupted(ends: Ends) -> Iterator[None]:
             is_raised.set()
             raise Interrupted
 
-    before = signal.signal(signal.SIGUSR1, handle)
     main = threading.get_ident()
 
     def interrupt() -> None:
@@ -84,12 +84,12 @@ def interrupted(ends: Ends) -> Iterator[None]:
             is_raised.wait(0.05)
 
     thread = threading.Thread(target=interrupt)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
-        signal.signal(signal.SIGUSR1, before)
+    with signal_handled(signal.SIGUSR1, handle):
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join()
 
 
 def test_a_signal_does_not_cut_a_frame(ends: Ends) -> None:
@@ -149,8 +149,10 @@ def test_no_answer_is_a_timeout(ends: Ends) -> None:
     assert ends.receive() == (Kind.DONE, b"")
 
 
-def test_stop_releases_questions(ends: Ends) -> None:
-    """When the supervisor says stop, open questions end at once, and so do later ones."""
+def test_stop(ends: Ends) -> None:
+    """It ends open questions at once, and later ones; what was asked to be called is called, also later."""
+    called, late = threading.Event(), threading.Event()
+    ends.channel.call_on_stop(called.set)
     timer = threading.Timer(0.05, lambda: ends.send(Kind.STOP, b"reason"))
     timer.start()
     with pytest.raises(ConnectionError):
@@ -158,15 +160,7 @@ def test_stop_releases_questions(ends: Ends) -> None:
     with pytest.raises(ConnectionError):
         ends.channel.ask_store(b"question", LIMIT_S)
     timer.join()
-
-
-def test_stop_calls_back(ends: Ends) -> None:
-    """What was asked to be called is called, once the word comes or if it has come already."""
-    called = threading.Event()
-    ends.channel.call_on_stop(called.set)
-    ends.send(Kind.STOP)
     assert called.wait(LIMIT_S)
-    late = threading.Event()
     ends.channel.call_on_stop(late.set)
     assert late.wait(LIMIT_S)
 
@@ -206,14 +200,3 @@ def test_a_damaged_channel_is_lost(ends: Ends, capfd: pytest.CaptureFixture[str]
         ends.channel.ask_store(b"question", LIMIT_S)
     assert ends.lost.wait(LIMIT_S)
     assert "is damaged" in capfd.readouterr().err
-
-
-def test_a_damaged_failure_of_another_node_is_one_here(ends: Ends) -> None:
-    """The supervisor gets an error, and the thread that reads the store goes on."""
-    worker = WorkerContext(RankInfo(0, 0, 0, 2, 1, 2), channel=ends.channel)
-    worker._on_remote_failure(b"null")
-    kind, payload = ends.receive()
-    assert (kind, FailureRecord.from_json(payload).exception_type) == (
-        Kind.FAILURE,
-        "ProcessGroupError",
-    )

@@ -32,15 +32,11 @@ def reported(ends: Ends) -> FailureRecord:
 # -------------------------------------------------------------------------------------- how a job ends
 
 
-def test_a_value_is_finished_and_returned() -> None:
-    """Without a channel nothing is reported."""
+def test_a_job_that_succeeds_reports_nothing(ends: Ends) -> None:
+    """Its value is finished and returned; that it is done is for `finish` to say, a part of the job."""
     finished: list[object] = []
     assert WorkerContext(RANKS).run(lambda worker: worker.ranks.global_rank, finished.append) == 3
     assert finished == [3]
-
-
-def test_a_job_that_succeeds_reports_nothing(ends: Ends) -> None:
-    """That it is done is for `finish` to say, which is still a part of it."""
     worker = WorkerContext(RANKS, channel=ends.channel)
     assert worker.run(lambda worker: 5, finish=lambda value: ends.channel.send(Kind.DONE)) == 5
     assert ends.receive() == (Kind.DONE, b"")
@@ -123,9 +119,11 @@ def test_a_failure_of_another_node_is_passed_on(ends: Ends, is_here: bool) -> No
         assert received == replace(record, at_s=received.at_s)
 
 
-def test_a_failure_of_another_node_without_a_supervisor() -> None:
-    """Nobody is told: the others learn of it themselves."""
-    WorkerContext(RANKS)._on_remote_failure(b"null")
+def test_a_damaged_failure_of_another_node_is_one_here(ends: Ends) -> None:
+    """The supervisor gets an error, the thread that reads goes on; without a supervisor nobody is told."""
+    for channel in (ends.channel, None):
+        WorkerContext(RANKS, channel=channel)._on_remote_failure(b"null")
+    assert reported(ends).exception_type == "ProcessGroupError"
 
 
 @pytest.fixture
@@ -144,7 +142,9 @@ def message_in(path: Path) -> str:
 
 @pytest.mark.parametrize("is_early", [True, False])
 def test_an_agent_finds_a_failure_in_its_file(error_file: Path, is_early: bool) -> None:
-    """At once, and only the first."""
+    """At once, and only the first; of an exit it sees the exit code itself."""
+    WorkerContext(RANKS).report_failure(SystemExit(3), is_early=is_early)
+    assert not error_file.exists()
     worker = WorkerContext(RANKS)
     worker.report_failure(ValueError("loss is nan"), is_early=is_early)
     worker.report_failure(ValueError("later"))
@@ -162,12 +162,6 @@ def test_a_consequence_is_written_late(error_file: Path) -> None:
     worker.report_failure(error, record)
     assert message_in(error_file) == f"RuntimeError: {LOST_PEER}"
     assert error_file.with_name("slept").exists()
-
-
-def test_an_exit_is_no_exception_for_an_agent(error_file: Path) -> None:
-    """It sees the exit code itself."""
-    WorkerContext(RANKS).report_failure(SystemExit(3))
-    assert not error_file.exists()
 
 
 # -------------------------------------------------------------------------------------- keys and variables

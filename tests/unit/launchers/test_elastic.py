@@ -29,18 +29,13 @@ from rankwise.launchers.worker_main import JobSpec
 from rankwise.processes.memory_file import owned_descriptor
 from rankwise.processes.signals import INTERRUPT_NOTICE
 from rankwise.stores.restart import RestartInfo
+from tests.helpers.own_process import signal_handled
+from tests.unit.launchers.supervised import LOST_PEER
 
 THERE = FailureRecord(1, 1, 0, 101, at_s=1.0, exit_status=0)
 RAISED = FailureRecord(0, 0, 0, 100, at_s=3.0, exception_type="ValueError", exception_message="not yet")
-ECHO = FailureRecord(
-    0,
-    0,
-    0,
-    100,
-    at_s=2.0,
-    exception_type="RuntimeError",
-    exception_message="Connection closed by peer",
-    is_consequence=True,
+ECHO = replace(
+    RAISED, at_s=2.0, exception_type="RuntimeError", exception_message=LOST_PEER, is_consequence=True
 )
 
 
@@ -92,13 +87,10 @@ def test_why_all_start_again(
 
 def test_a_signal_that_was_ignored_is_ignored_again() -> None:
     """Under nohup: older versions of torch set handlers of SIGHUP and others, and leave them."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
+    with signal_handled(signal.SIGHUP, signal.SIG_IGN):
         with _agent_signals():
             signal.signal(signal.SIGHUP, lambda number, frame: None)
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_record_that_is_cut_off_is_left_out(job: _Job) -> None:
@@ -208,16 +200,13 @@ def failed(global_rank: int, record: FailureRecord, exit_code: int) -> ProcessFa
 
 
 def test_the_error_of_an_elastic_job(job: _Job) -> None:
-    """The first cause that a rank has reported; torch's record of the same process adds nothing."""
+    """The first cause that a rank has reported, which torch's record adds nothing to; else the agent's."""
+    unreported = _worker_error({3: failed(3, THERE, 5)}, job, 0.0)
+    assert isinstance(unreported, WorkerExitedError)
+    place = (unreported.global_rank, unreported.local_rank, unreported.node_rank)
+    assert (place, unreported.exit_code) == ((3, 1, 1), 5)  # the place follows from the ranks of a node
     os.pwrite(job.failures[0].number, RAISED.to_json(), 0)
     error = _worker_error({0: failed(0, RAISED, 1), 3: failed(3, THERE, 5)}, job, 0.0)
     assert isinstance(error, WorkerRaisedError)
     assert (error.global_rank, error.exception_type) == (0, "ValueError")
     assert error.consequences == ("global_rank 3 exited with code 5",)
-
-
-def test_an_exit_that_only_the_agent_has_seen(job: _Job) -> None:
-    """Its place on its node follows from the ranks of a node."""
-    error = _worker_error({3: failed(3, THERE, 5)}, job, 0.0)
-    assert isinstance(error, WorkerExitedError)
-    assert (error.global_rank, error.local_rank, error.node_rank, error.exit_code) == (3, 1, 1, 5)

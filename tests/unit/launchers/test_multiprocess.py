@@ -6,7 +6,7 @@ import time
 from contextlib import ExitStack
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -32,23 +32,16 @@ def entry(worker: WorkerContext) -> int:
     return worker.ranks.global_rank
 
 
-def test_a_launch_that_is_possible() -> None:
-    """Nothing is refused in a plain process, by any start method."""
+def test_where_processes_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a plain process by any start method; not in a daemon, as a DataLoader's worker, or an import."""
     for start_method in ("spawn", "fork", "forkserver"):
         refuse_where_impossible(start_method)
-
-
-def test_a_daemon_may_start_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a DataLoader's worker is one."""
-    config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]  # typeshed leaves it out
-    monkeypatch.setitem(config, "daemon", True)
-    with pytest.raises(LaunchRefusedError, match="start_method='fork' cannot work in a daemon"):
-        refuse_where_impossible("fork")
-
-
-def test_a_main_module_that_is_being_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each worker would launch again."""
-    monkeypatch.setattr(multiprocessing.process.current_process(), "_inheriting", True, raising=False)
+    process: Any = multiprocessing.process.current_process()
+    with monkeypatch.context() as patch:
+        patch.setitem(process._config, "daemon", True)
+        with pytest.raises(LaunchRefusedError, match="start_method='fork' cannot work in a daemon"):
+            refuse_where_impossible("fork")
+    monkeypatch.setattr(process, "_inheriting", True, raising=False)  # each worker would launch again
     with pytest.raises(LaunchRefusedError, match="while the main module was still being imported"):
         refuse_where_impossible("spawn")
 

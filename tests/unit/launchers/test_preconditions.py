@@ -2,7 +2,6 @@
 
 import errno
 import re
-import resource
 import socket
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from rankwise.errors import LaunchRefusedError
 from rankwise.launchers.preconditions import refuse_patched_threads, refuse_removed_directory, shortages_named
+from tests.helpers.own_process import few_files
 
 
 @pytest.mark.parametrize(
@@ -39,27 +39,20 @@ def test_other_errors_of_a_launch(error: Exception) -> None:
 
 def test_files_are_counted_before_anything_starts() -> None:
     """More ranks need more files; what is opened for that is closed again."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = [number for number in range(2000) if not Path(f"/proc/self/fd/{number}").exists()]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free[64], limits[1]))
-    try:
+    with few_files(64) as free:
         with shortages_named(1):
             assert not Path(f"/proc/self/fd/{free[0]}").exists()
         with pytest.raises(LaunchRefusedError, match="RLIMIT_NOFILE"), shortages_named(9):
             pytest.fail("the block has begun")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+@pytest.mark.usefixtures("removed_directory")
 def test_a_directory_that_has_been_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks could not inherit it."""
-    refuse_removed_directory()
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
     with pytest.raises(LaunchRefusedError, match="working directory has been removed"):
         refuse_removed_directory()
+    monkeypatch.chdir(tmp_path)
+    refuse_removed_directory()
 
 
 @pytest.mark.parametrize("patcher", ["gevent._socket3", "eventlet.green.socket", None, "geventual.socket"])

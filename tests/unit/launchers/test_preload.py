@@ -17,12 +17,6 @@ def _unfrozen() -> Iterator[None]:
     gc.unfreeze()
 
 
-def test_only_the_server_ends_so(tmp_path: Path) -> None:
-    """A process that it has forked inherits the exit hook, and goes on."""
-    exit_when_idle(os.getppid(), main_process=1, folder=tmp_path)
-    assert tmp_path.exists()
-
-
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_the_server_ends_with_the_main_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_killed: bool
@@ -37,8 +31,10 @@ def test_the_server_ends_with_the_main_process(
     assert tmp_path.exists() != is_killed
 
 
-def test_only_the_server_freezes_its_objects() -> None:
-    """What it forks leaves its own objects as they are."""
+def test_only_the_server_ends_so_and_freezes_its_objects(tmp_path: Path) -> None:
+    """A process that it has forked inherits the exit hook, and goes on; its own objects stay as they are."""
+    exit_when_idle(os.getppid(), main_process=1, folder=tmp_path)
+    assert tmp_path.exists()
     freeze_objects(os.getppid())
     assert gc.get_freeze_count() == 0
     freeze_objects(os.getpid())

@@ -40,7 +40,7 @@ def test_random_numbers_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_flags_are_taken_over() -> None:
-    """Settings and attributes of torch; those that are the same already are left alone."""
+    """Settings and attributes of torch; what the launch decides replaces this process's own value."""
     torch.set_default_dtype(torch.float64)
     torch.backends.cudnn.benchmark = True
     state = ProcessState.of_this_process()
@@ -49,10 +49,6 @@ def test_flags_are_taken_over() -> None:
     state.take_over()
     assert torch.get_default_dtype() is torch.float64
     assert torch.backends.cudnn.benchmark
-
-
-def test_a_flag_that_the_launch_decides() -> None:
-    """It replaces this process's own of the same name."""
     threads = torch.get_num_threads()
     state = ProcessState.of_this_process(threads=threads + 1)
     assert state.flags["threads"] == threads + 1
@@ -60,16 +56,12 @@ def test_a_flag_that_the_launch_decides() -> None:
     assert torch.get_num_threads() == threads + 1
 
 
-def test_a_flag_of_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this version does not have is left out, and not set."""
+def test_flags_that_are_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this version of torch does not have; and the same value, which may warn or initialise a device."""
     monkeypatch.setitem(process_state._FLAGS, "none", process_state._attribute("backends.none.enabled"))
     state = ProcessState.of_this_process()
     assert "none" not in state.flags
     ProcessState.of_this_process(none=True).take_over()
-
-
-def test_a_flag_that_is_the_same_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Setting it may warn, or initialise a device."""
     puts: list[object] = []
     monkeypatch.setitem(process_state._FLAGS, "counted", (lambda: 1, puts.append))
     for value in (1, 2):

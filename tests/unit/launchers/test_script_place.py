@@ -35,12 +35,13 @@ def launch(launcher: ScriptLauncher, rendezvous: str = "private") -> None:
 
 
 def test_a_process_that_runs_its_script_alone() -> None:
-    """It has no place; whether its command can be run again depends on the command."""
+    """It has no place, and waits for other nodes only; its command decides whether it can be run again."""
     assert script_place.running is None
     assert script_place.script_place() is None
     assert not can_rerun()  # pytest's
     assert not LAUNCHER.has_other_ranks
     assert LAUNCHER.context_between_jobs() is None
+    assert ScriptLauncher((RankInfo(0, 0, 0, 2, 1, 2),), OPTIONS).has_other_ranks
 
 
 def test_a_process_of_a_script(rerun: InheritedContext) -> None:
@@ -49,11 +50,6 @@ def test_a_process_of_a_script(rerun: InheritedContext) -> None:
     assert script_place.script_place() == RANKS
     assert can_rerun()
     assert LAUNCHER.has_other_ranks
-
-
-def test_several_nodes_are_other_ranks() -> None:
-    """Their launching processes wait for this one."""
-    assert ScriptLauncher((RankInfo(0, 0, 0, 2, 1, 2),), OPTIONS).has_other_ranks
 
 
 def test_the_context_between_two_jobs(rerun: InheritedContext, ends: Ends) -> None:

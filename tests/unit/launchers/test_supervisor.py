@@ -13,6 +13,7 @@ from rankwise.launchers import supervisor
 from rankwise.launchers.channel import Kind
 from rankwise.monitoring import stragglers
 from rankwise.processes.signals import StoppedBySignal
+from tests.helpers.own_process import wait_until
 from tests.unit.launchers.supervised import (
     GONE,
     LIMIT_S,
@@ -22,7 +23,6 @@ from tests.unit.launchers.supervised import (
     SHORT_S,
     STOP,
     Supervise,
-    wait_until,
 )
 
 # -------------------------------------------------------------------------------------- the end of a job
@@ -332,18 +332,24 @@ def test_our_own_sigkill_is_no_crash(supervise: Supervise, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("status", "what"),
+    ("is_done", "status", "what"),
     [
-        (0, "exited with code 0 before it had finished"),
-        (3, "exited with code 3 before it had finished"),
-        (None, "exited with an unknown code before it had finished"),
-        (-signal.SIGSEGV, "was killed by SIGSEGV"),
-        (-signal.SIGKILL, "was killed by SIGKILL"),
+        (False, 0, "exited with code 0 before it had finished"),
+        (False, 3, "exited with code 3 before it had finished"),
+        (False, None, "exited with an unknown code before it had finished"),
+        (False, -signal.SIGSEGV, "was killed by SIGSEGV"),
+        (False, -signal.SIGKILL, "was killed by SIGKILL"),
+        (True, 3, "exited with code 3 after it had finished its part"),
+        (True, -signal.SIGSEGV, "was killed by SIGSEGV"),
     ],
 )
-def test_a_process_that_ends_early_has_failed(supervise: Supervise, status: int | None, what: str) -> None:
-    """Whatever its exit status is: a rank that is not done has to say so."""
+def test_a_process_that_ends_early_or_badly_has_failed(
+    supervise: Supervise, is_done: bool, status: int | None, what: str
+) -> None:
+    """A rank that is not done has to say so, whatever its exit status; the job waits for good exits."""
     job = supervise().begin()
+    if is_done:
+        job[1].send(Kind.DONE)
     job[1].exit(status)
     assert job[0].receive() == STOP
     error = job.failure()
@@ -357,19 +363,6 @@ def test_a_process_that_ends_before_hello(supervise: Supervise) -> None:
     job.supervisor.begin_job(until_exit=True)
     job[1].exit(1)
     assert job.failure_of(WorkerExitedError).phase == WorkerExitedError.NOT_STARTED
-
-
-@pytest.mark.parametrize(
-    ("status", "what"),
-    [(3, "exited with code 3 after it had finished its part"), (-signal.SIGSEGV, "was killed by SIGSEGV")],
-)
-def test_a_process_that_ends_badly_when_it_is_done(supervise: Supervise, status: int, what: str) -> None:
-    """It fails the job, which waits for the exits."""
-    job = supervise().begin()
-    job[1].send(Kind.DONE)
-    job[1].exit(status)
-    assert job[0].receive() == STOP
-    assert job.failure().what() == what
 
 
 def test_an_unknown_exit_status_is_good_when_the_rank_is_done(supervise: Supervise) -> None:

@@ -14,13 +14,13 @@ from rankwise.launchers import supervisor
 from rankwise.launchers.channel import Kind
 from rankwise.monitoring.heartbeat import TEARDOWN, heartbeat_written_to, report_phase, report_saving
 from rankwise.processes.signals import ROUTER
+from tests.helpers.own_process import wait_until
 from tests.unit.launchers.supervised import (
     NEVER_S,
     SHORT_S,
     STOP,
     Job,
     Supervise,
-    wait_until,
     wait_until_handled,
 )
 
@@ -67,7 +67,7 @@ def test_a_suspended_process_is_killed_at_once(supervise: Supervise, suspended: 
 
 
 def test_end_all_stops_and_waits(supervise: Supervise) -> None:
-    """Ranks that were not supervised yet are ended too; there is no failure."""
+    """Ranks that were not supervised yet, or have ended their last job, are ended; there is no failure."""
     job = supervise()
     job.supervisor.end_all()
     assert [job[0].receive(), job[1].receive()] == [STOP, STOP]
@@ -75,10 +75,6 @@ def test_end_all_stops_and_waits(supervise: Supervise) -> None:
     assert job.supervisor.all_ended()
     job.supervisor.wait_job()
     assert job.supervisor.error() is None
-
-
-def test_end_all_after_a_job(supervise: Supervise) -> None:
-    """It waits for the ends of the processes, however the last job has ended."""
     job = supervise().begin(until_exit=False)
     job.succeed()
     job.supervisor.end_all()

@@ -10,6 +10,7 @@ import pytest
 from rankwise.launchers.channel import Kind
 from rankwise.processes import signals
 from rankwise.processes.signals import INTERRUPT_NOTICE, StoppedBySignal
+from tests.helpers.own_process import signal_handled
 from tests.unit.launchers.supervised import NEVER_S, SHORT_S, STOP, Job, Supervise
 
 
@@ -27,8 +28,10 @@ def training(supervise: Supervise, **options: Any) -> Job:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_stop_signal_asks_one_rank_that_trains(supervise: Supervise, number: int) -> None:
-    """It agrees with the others on the step; the job ends as those that have stopped say."""
+def test_a_stop_signal_asks_one_rank_that_trains(
+    supervise: Supervise, capfd: pytest.CaptureFixture[str], number: int
+) -> None:
+    """It agrees with the others on the step; the job ends as those that have stopped say, in silence."""
     job = training(supervise, stop_signals=(signal.SIGTERM, signal.SIGUSR1))
     with pytest.raises(StoppedBySignal) as stopped, job.supervisor.handle_signals():
         signal.raise_signal(number)
@@ -38,6 +41,7 @@ def test_a_stop_signal_asks_one_rank_that_trains(supervise: Supervise, number: i
         job.exit_all(143)
         job.supervisor.wait_job()
     assert stopped.value.signal_number == number
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("why", ["none trains", "it has left its loop", "it has ended"])
@@ -66,15 +70,15 @@ def test_a_signal_ends_ranks_that_do_not_train(supervise: Supervise, why: str) -
 def test_a_signal_that_asks_nobody_to_stop(supervise: Supervise) -> None:
     """SIGHUP ends a job whose ranks train, where the user has not asked for a stop."""
     job = training(supervise)
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
-    try:
-        with pytest.raises(SystemExit) as ended, job.supervisor.handle_signals():
-            signal.raise_signal(signal.SIGHUP)
-            assert job[1].receive() == STOP
-            job.exit_all()
-            job.supervisor.wait_job()
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    with (
+        signal_handled(signal.SIGHUP, signal.SIG_DFL),  # nohup ignores it
+        pytest.raises(SystemExit) as ended,
+        job.supervisor.handle_signals(),
+    ):
+        signal.raise_signal(signal.SIGHUP)
+        assert job[1].receive() == STOP
+        job.exit_all()
+        job.supervisor.wait_job()
     assert ended.value.code == 129
 
 
@@ -131,15 +135,6 @@ def test_ctrl_c_again_ends_training(supervise: Supervise, capfd: pytest.CaptureF
     assert capfd.readouterr().err == INTERRUPT_NOTICE
 
 
-def test_sigterm_prints_no_notice(supervise: Supervise, capfd: pytest.CaptureFixture[str]) -> None:
-    """Nobody at a keyboard has sent it."""
-    job = training(supervise)
-    with pytest.raises(SystemExit), job.supervisor.handle_signals():
-        signal.raise_signal(signal.SIGTERM)
-        assert job[1].received() == [asked(signal.SIGTERM)]
-    assert capfd.readouterr().err == ""
-
-
 def test_a_request_while_the_job_ends(supervise: Supervise) -> None:
     """After a failure nobody is asked to stop; a signal kills what is left."""
     job = training(supervise)
@@ -189,13 +184,10 @@ def test_a_program_that_handles_ctrl_c_itself(supervise: Supervise) -> None:
     """Its handler decides: no rank is asked to stop, and nothing is raised."""
     job = training(supervise)
     calls: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: calls.append(number))
-    try:
-        with job.supervisor.handle_signals():
-            signal.raise_signal(signal.SIGINT)
-            assert job[1].received() == []
-    finally:
-        signal.signal(signal.SIGINT, before)
+    handled = signal_handled(signal.SIGINT, lambda number, frame: calls.append(number))
+    with handled, job.supervisor.handle_signals():
+        signal.raise_signal(signal.SIGINT)
+        assert job[1].received() == []
     assert calls == [signal.SIGINT]
 
 

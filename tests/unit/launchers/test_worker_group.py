@@ -68,16 +68,12 @@ def test_all_is_closed_with_the_group(count: int) -> None:
     assert descriptors() == before
 
 
-def test_ranks_that_meet_privately() -> None:
-    """They need no address."""
+def test_where_ranks_meet() -> None:
+    """Privately, without an address, or in a store on loopback, hosted here until the group is closed."""
     with make_group() as group:
         group.open_rendezvous("private")
         assert (group.address, group.store) == (None, None)
         assert "MASTER_ADDR" not in group.context_of(RANKS[1]).variables
-
-
-def test_ranks_that_meet_in_a_store() -> None:
-    """It is hosted here, on loopback, until the group is closed."""
     with make_group() as group:
         group.open_rendezvous("tcp")
         assert group.address is not None

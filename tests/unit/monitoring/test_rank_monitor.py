@@ -4,7 +4,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -21,6 +21,7 @@ from rankwise.monitoring.rank_monitor import (
 )
 from rankwise.stores.private import PrivateStore, StoreTable
 from rankwise.stores.tcp import job_prefix, store_of_job
+from tests.helpers.own_process import wait_until
 
 TIMEOUT_S = 30.0
 
@@ -51,13 +52,6 @@ def over_a_channel(table: StoreTable | None = None) -> Iterator[tuple[RankMonito
     monitor.close()
 
 
-def wait_for(is_done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not is_done():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("kind_of_monitor", [polling, over_a_channel])
 def test_messages_are_delivered_in_order(kind_of_monitor: Any) -> None:
     """Subscribers get those of their kind, earlier ones too, and reply by keys, of which none is replaced."""
@@ -67,12 +61,12 @@ def test_messages_are_delivered_in_order(kind_of_monitor: Any) -> None:
         send_message(store, [0, 1], "status", "early")
         for text in ("first", "second: with a colon"):
             send_message(store, [1], "other", text)
-        wait_for(lambda: len(received) == 2)
+        wait_until(lambda: len(received) == 2)
         assert received == ["first", "second: with a colon"]
         monitor.subscribe("status", received.append)
         assert received[2:] == ["early"]
         send_message(store, [1], "status", "last")
-        wait_for(lambda: len(received) == 4)
+        wait_until(lambda: len(received) == 4)
         assert received[3:] == ["last"]
     with kind_of_monitor() as (monitor, store):
         store.set("mine", "before")
@@ -80,7 +74,7 @@ def test_messages_are_delivered_in_order(kind_of_monitor: Any) -> None:
             "status", lambda text: (monitor.set_once("mine", text), monitor.set_once("new", text))
         )
         send_message(store, [1], "status", "now")
-        wait_for(lambda: store.check(["new"]))
+        wait_until(lambda: store.check(["new"]))
         assert (store.get("mine"), store.get("new")) == (b"before", b"now")
 
 
@@ -141,7 +135,7 @@ def test_timers_run_between_messages() -> None:
     store, times = dist.HashStore(), list[float]()
     monitor = PollingMonitor(0, 2, store, lambda: dist.PrefixStore("", store))
     monitor.call_every(0.1, lambda given: times.append(time.monotonic()))
-    wait_for(lambda: len(times) == 3)
+    wait_until(lambda: len(times) == 3)
     assert monitor.thread_store is not store
     monitor.close()
     assert monitor.thread_store is store  # not when garbage is collected
@@ -157,5 +151,5 @@ def test_a_store_that_is_gone_ends_the_thread() -> None:
 
     monitor = PollingMonitor(0, 2, dist.HashStore(), fail)
     monitor.subscribe("status", lambda text: None)
-    wait_for(lambda: "rankwise-monitor" not in [thread.name for thread in threading.enumerate()])
+    wait_until(lambda: "rankwise-monitor" not in [thread.name for thread in threading.enumerate()])
     monitor.close()

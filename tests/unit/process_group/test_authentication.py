@@ -35,6 +35,9 @@ def connected() -> tuple[list[_Exchange], list[Any]]:
 
 def test_a_rank_waits_for_what_the_last_one_finds() -> None:
     """No rank uses the group before all have compared: an impostor that the last finds is an error of all."""
+    alone, _ = exchanges(2)
+    with pytest.raises(RendezvousTimeoutError, match="the other ranks of a new process group"):
+        alone.meet(timedelta(seconds=0.2))
     first, last = exchanges(2)
     with pytest.raises(RendezvousTimeoutError):
         first.finish()
@@ -42,13 +45,6 @@ def test_a_rank_waits_for_what_the_last_one_finds() -> None:
         last._raise("another process in place of rank 0")
     with pytest.raises(PeerAuthenticationError, match="in place of rank 0"):
         first.finish()
-
-
-def test_a_rank_that_is_alone() -> None:
-    """A rank that waits for another one names what it waits for, after its own time limit."""
-    first, _ = exchanges(2)
-    with pytest.raises(RendezvousTimeoutError, match="the other ranks of a new process group"):
-        first.meet(timedelta(seconds=0.2))
 
 
 def test_a_rank_that_does_not_compare() -> None:

@@ -1,6 +1,7 @@
 """Collectives without a process group: each returns its input, and wrong arguments are errors."""
 
 import contextvars
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,6 +29,14 @@ from rankwise.process_group import (
 )
 from rankwise.process_group.collectives import Description, describe
 from rankwise.process_group.rank_zero import refuse_lone_call
+from rankwise.ranks import RankInfo
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[RankInfo]:
+    """Have a process group of this process; return its rank."""
+    yield init_process_group(LocalEnvironment(), device=torch.device("cpu"))
+    torch.distributed.destroy_process_group()
 
 
 def test_gathering_alone() -> None:
@@ -40,14 +49,10 @@ def test_gathering_alone() -> None:
 
 
 def test_reducing_alone() -> None:
-    """Without a process group, a reduction returns the value; the mean of an integer is a float."""
+    """A reduction returns the value, the mean of an integer a float; a number is gathered as a tensor."""
     assert all_reduce(torch.tensor(3)).dtype == torch.float32
     assert all_reduce(torch.tensor(3), reduce_op="SUM").dtype == torch.int64
     assert sync_ddp_if_available("x") == "x"
-
-
-def test_numbers_alone() -> None:
-    """Without a process group a number is reduced to itself, and gathered as a tensor, as with one."""
     assert (all_reduce(3), all_reduce(3.5), all_reduce(3, reduce_op="sum")) == (3.0, 3.5, 3)
     assert all_gather({"a": 0.1, "b": "x"})["a"].item() == 0.1
 
@@ -58,15 +63,11 @@ def test_sync_ddp_needs_a_group() -> None:
         sync_ddp(torch.ones(1))
 
 
-@pytest.mark.parametrize("operation", ["median", ""])
-def test_unknown_operations(operation: str) -> None:
-    """An unknown reduction is an error, also for values that are not tensors."""
-    with pytest.raises(UnknownNameError, match="reduce_op"):
-        all_reduce("x", None, operation)
-
-
-def test_operation_of_a_wrong_kind() -> None:
-    """A reduction must be a name."""
+def test_unknown_operations() -> None:
+    """An unknown reduction, or one that is no name, is an error, also for values that are not tensors."""
+    for operation in ("median", ""):
+        with pytest.raises(UnknownNameError, match="reduce_op"):
+            all_reduce("x", None, operation)
     wrong: Any = 3
     with pytest.raises(InvalidTypeError, match="reduce_op=3"):
         all_reduce(torch.ones(1), None, wrong)
@@ -99,28 +100,22 @@ class Wordless(Exception):
         raise LookupError
 
 
+@pytest.mark.usefixtures("group_of_one")
 @pytest.mark.parametrize("store", [Gone(), torch.distributed.HashStore()], ids=["gone", "there"])
 def test_rank_zero_keeps_its_own_failure(store: torch.distributed.Store) -> None:
     """The block's exception is raised unchanged, also if its text or the store is unavailable."""
-    try:
-        init_process_group(LocalEnvironment(), device=torch.device("cpu"))
-        with pytest.raises(Wordless), rank_zero_first(store=store):
-            raise Wordless
-    finally:
-        torch.distributed.destroy_process_group()
+    with pytest.raises(Wordless), rank_zero_first(store=store):
+        raise Wordless
 
 
+@pytest.mark.usefixtures("group_of_one")
 def test_refusal_ends_with_the_block() -> None:
     """Collectives are refused in the block of rank zero, but not after it in a task that it has started."""
-    try:
-        init_process_group(LocalEnvironment(), device=torch.device("cpu"))
-        with rank_zero_first():
-            task = contextvars.copy_context()
-            with pytest.raises(LifecycleError, match="in the block of rank_zero_first"):
-                refuse_lone_call("a collective", None)
-        task.run(refuse_lone_call, "a collective", None)
-    finally:
-        torch.distributed.destroy_process_group()
+    with rank_zero_first():
+        task = contextvars.copy_context()
+        with pytest.raises(LifecycleError, match="in the block of rank_zero_first"):
+            refuse_lone_call("a collective", None)
+    task.run(refuse_lone_call, "a collective", None)
 
 
 def test_torch_without_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,15 +139,12 @@ def test_lightnings_keywords(arguments: Any, write: str) -> None:
         init_process_group(**arguments)
 
 
-def test_group_of_one() -> None:
+def test_group_of_one(group_of_one: RankInfo) -> None:
     """A single process can have a process group."""
-    try:
-        assert init_process_group(LocalEnvironment(), device=torch.device("cpu")).world_size == 1
-        own = torch.ones(2)
-        with torch.device("meta"):  # a default device is for the caller's tensors
-            assert gather_all_tensors(own)[0].tolist() == [1, 1]
-    finally:
-        torch.distributed.destroy_process_group()
+    assert group_of_one.world_size == 1
+    own = torch.ones(2)
+    with torch.device("meta"):  # a default device is for the caller's tensors
+        assert gather_all_tensors(own)[0].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -176,13 +168,9 @@ def test_descriptions(value: torch.Tensor) -> None:
 
 
 def test_descriptions_without_a_tensor() -> None:
-    """The description of a value that is not a dense tensor says what it is."""
+    """A value that is not a dense tensor is named; an impossible shape is refused, also without data."""
     assert str(Description(describe({"a": 1}))) == "no tensor but dict"
     assert "sparse_coo" in str(Description(describe(torch.eye(2).to_sparse())))
-
-
-def test_a_shape_that_no_tensor_has() -> None:
-    """It is refused also where a size of 0 means that there is no data."""
     message = describe(torch.ones(0, 2))
     message.view(torch.int64)[2:6] = torch.tensor([3, 0, 1 << 40, 1 << 40])
     with pytest.raises(ProcessGroupError, match="is not the description of a tensor"):

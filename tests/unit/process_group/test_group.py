@@ -1,7 +1,6 @@
 """Destroyed process groups end when the last reference to them is dropped."""
 
 import gc
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,11 +18,12 @@ from rankwise.gradient_sync import GradientSync
 from rankwise.process_group.group import join_process_group, process_group
 from rankwise.ranks import RankInfo
 from rankwise.strategies.module_wrapping import WrappedModules
+from tests.helpers.own_process import wait_until
 
 
 def job(work: Callable[[], object]) -> list[weakref.ref[dist.ProcessGroup]]:
     """Call `work` while the default group and another one exist; return weak references to both."""
-    ranks = RankInfo(0, 0, 0, 1, 1, 1)
+    ranks = RankInfo()
     with process_group(dist.HashStore(), ranks, "gloo", torch.device("cpu"), timeout=timedelta(seconds=60)):
         dist.new_group([0])
         work()
@@ -35,6 +35,7 @@ def groups() -> list[dist.ProcessGroup]:
 
 
 def threads_of_gloo() -> int:
+    """Count threads, which set their names after they have started, and are listed for a while."""
     count = 0
     for path in Path("/proc/self/task").glob("*/comm"):
         with suppress(OSError):  # a thread that has ended is listed for a moment more
@@ -42,19 +43,11 @@ def threads_of_gloo() -> int:
     return count
 
 
-def becomes_true(condition: Callable[[], bool]) -> bool:
-    """Wait for threads, which set their names after they have started, and are listed for a while."""
-    deadline_s = time.monotonic() + 60
-    while not condition() and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    return condition()
-
-
 def test_groups_end_with_the_job() -> None:
     """Without other references the groups end with the job, and so do their threads."""
     before = threads_of_gloo()
     assert [group() for group in job(groups)] == [None, None]
-    assert becomes_true(lambda: threads_of_gloo() <= before)
+    wait_until(lambda: threads_of_gloo() <= before)
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="gloo's threads have no names in older versions")
@@ -65,10 +58,10 @@ def test_groups_end_with_the_last_reference() -> None:
     left = job(lambda: kept.extend(groups()))
     assert len(left) == 2
     assert all(group() is not None for group in left)
-    assert becomes_true(lambda: threads_of_gloo() > before)
+    wait_until(lambda: threads_of_gloo() > before)
     kept.clear()
     assert [group() for group in left] == [None, None]
-    assert becomes_true(lambda: threads_of_gloo() <= before)
+    wait_until(lambda: threads_of_gloo() <= before)
 
 
 def test_a_refused_group_is_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +72,7 @@ def test_a_refused_group_is_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ProcessGroupError("unknown")
 
     monkeypatch.setattr("rankwise.process_group.group.refuse_unknown_torch", refuse)
-    ranks, minute = RankInfo(0, 0, 0, 1, 1, 1), timedelta(minutes=1)
+    ranks, minute = RankInfo(), timedelta(minutes=1)
     with pytest.raises(ProcessGroupError, match="unknown"):
         join_process_group(dist.HashStore(), ranks, "gloo", torch.device("cpu"), timeout=minute)
     assert not dist.is_initialized()

@@ -1,8 +1,9 @@
-"""The stop agreement: threads of this process stand for ranks, a store in memory for the job's."""
+"""Agreeing to stop, and on changes: threads of this process stand for ranks, with a store in memory."""
 
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from rankwise.errors import StopAgreementError
+from rankwise.errors import RankMismatchError, StopAgreementError
 from rankwise.monitoring.rank_monitor import PollingMonitor
-from rankwise.process_group.step_agreement import StopAgreement
+from rankwise.process_group.step_agreement import ChangeAgreement, StopAgreement
 from rankwise.ranks import RankInfo
+from tests.helpers.threaded import run_ranks
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -42,6 +44,16 @@ def train(agreement: StopAgreement, steps: int, act: Callable[[int], None]) -> t
     return steps, agreement.finish()
 
 
+def in_threads(count: int, run: Callable[[int], None]) -> None:
+    """Call a function with each rank at once, and wait until all have ended."""
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+
+
 def together(
     world_size: int, steps: int, act: Callable[[StopAgreement, int, int], None]
 ) -> tuple[list[tuple[int, bool]], list[StopAgreement]]:
@@ -54,12 +66,7 @@ def together(
         ends[rank] = train(workers[rank], steps, lambda step: act(workers[rank], rank, step))
         close(workers[rank])
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not any(thread.is_alive() for thread in threads)
+    in_threads(world_size, run)
     return ends, workers
 
 
@@ -73,19 +80,20 @@ def test_without_a_request() -> None:
 
 @pytest.mark.parametrize("asking", [[0], [1], [0, 1, 2]])
 def test_all_stop_after_the_same_step(asking: list[int]) -> None:
-    """One rank or all ask, in the middle of step 20; nobody begins a step that another does not."""
+    """One rank or all ask in step 20; nobody begins a step that another does not; all name one reason."""
 
     def act(agreement: StopAgreement, rank: int, step: int) -> None:
         time.sleep(0.001)
         if rank in asking and step == 20:
-            agreement.request("enough")
+            agreement.request(f"reason of {rank}")
 
     ends, workers = together(3, 4000, act)
     stops = {end for end, _ in ends}
     assert len(stops) == 1, ends
     assert all(has_stopped for _, has_stopped in ends)
     assert 21 <= stops.pop() < 4000
-    assert {each.reason for each in workers} == {"enough"}
+    [reason] = {each.reason for each in workers}
+    assert reason in [f"reason of {rank}" for rank in asking]
 
 
 def test_a_request_of_all_ranks_in_one_step() -> None:
@@ -150,23 +158,8 @@ def test_steps_in_parts(repetitions: int) -> None:
             into[rank] = _train_in_parts(each[rank], rank, random.Random(number * 3 + rank), asks_at)
             close(each[rank])
 
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
+        in_threads(3, run)
         assert len({(len(begun), begun[-1] == -1) for begun in ends}) == 1, ends
-
-
-def test_the_first_reason_counts() -> None:
-    """Two ranks ask for different reasons; all ranks name the same one."""
-
-    def act(agreement: StopAgreement, rank: int, step: int) -> None:
-        if step == 3:
-            agreement.request(f"reason of {rank}")
-
-    _, workers = together(2, 1000, act)
-    assert len({each.reason for each in workers}) == 1
 
 
 def test_alone() -> None:
@@ -202,3 +195,47 @@ def test_a_rank_whose_loop_has_failed_has_answered() -> None:
     assert time.monotonic() - began_s < TIMEOUT.total_seconds() / 2
     assert not other.finish()
     close(other)
+
+
+# -------------------------------------------------------------------------------------- changes
+
+
+def test_groups_with_the_same_first_rank() -> None:
+    """Ranks agree in each group that they are in, in whatever order they have joined the groups."""
+
+    def run(rank: int) -> None:
+        pair = dist.new_group([0, 1])
+        agreements = [ChangeAgreement(dict, pair, TIMEOUT)] if rank < 2 else []
+        agreements.append(ChangeAgreement(dict, None, TIMEOUT))
+        for agreement in agreements:
+            agreement.begin_step(True)
+
+    run_ranks(3, run)
+
+
+def test_different_changes() -> None:
+    """Every rank of the group has the error, which names what differs."""
+
+    def run(rank: int) -> str:
+        agreement = ChangeAgreement(lambda: {"parameter": f"frozen {rank == 1}"}, None, TIMEOUT)
+        with pytest.raises(RankMismatchError) as caught:
+            agreement.begin_step(True)
+        return str(caught.value)
+
+    assert all("parameter" in text and "frozen True" in text for text in run_ranks(2, run))
+
+
+def test_a_monitor_keeps_no_agreement() -> None:
+    """An agreement ends with its module, of which a job may have many, and the monitor forgets it."""
+
+    def run(rank: int) -> None:
+        store = dist.HashStore()
+        monitor = PollingMonitor(rank, 2, store, lambda: store)
+        agreement = ChangeAgreement(dict, None, TIMEOUT, monitor)
+        gone = weakref.ref(agreement)
+        del agreement
+        assert gone() is None
+        assert not monitor._subscribers
+        monitor.close()
+
+    run_ranks(2, run)

@@ -1,7 +1,6 @@
 """What an event loop calls, in which thread and order."""
 
 import gc
-import resource
 import socket
 import threading
 import time
@@ -12,6 +11,7 @@ import pytest
 
 from rankwise.processes.event_loop import WRITE, EventLoop
 from rankwise.processes.signals import ROUTER
+from tests.helpers.own_process import few_files
 
 LIMIT_S = 10
 
@@ -33,14 +33,10 @@ def test_too_few_files(spare: int) -> None:
     """What could be opened is closed at once, and no reader of signals is counted."""
     gc.disable()
     before = len(list(Path("/proc/self/fd").iterdir()))
-    free = [number for number in range(2000) if not Path(f"/proc/self/fd/{number}").exists()]
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free[spare], limits[1]))
     try:
-        with pytest.raises(OSError, match="Too many open files"):
+        with few_files(spare), pytest.raises(OSError, match="Too many open files"):
             EventLoop()
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         gc.enable()
     assert len(list(Path("/proc/self/fd").iterdir())) == before
     assert not ROUTER.has_reader

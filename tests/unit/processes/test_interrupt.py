@@ -36,14 +36,10 @@ def interrupted() -> Iterator[Callable[[], None]]:
 
 
 def test_a_sleep_is_left() -> None:
-    """The main thread leaves what it waits in."""
+    """The main thread leaves what it waits in, also in an `except` block, where the caller tries again."""
     with interrupted() as cut:
         cut()
         time.sleep(LONG_S)
-
-
-def test_in_an_except_block_of_the_caller() -> None:
-    """Who tries again in an `except` block, with a smaller batch, can be interrupted there."""
     try:
         raise MemoryError
     except MemoryError:

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import resource
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from rankwise.processes.memory_file import Parts, create_memory_file, pack, unpack
+from tests.helpers.own_process import few_files
 
 
 @pytest.fixture
@@ -64,13 +64,17 @@ def test_tensors_of_any_shape(shape: tuple[int, ...], file: int) -> None:
 
 
 def test_views_share_one_storage(file: int) -> None:
-    """Tensors on one storage are on one storage again, at their offsets and strides."""
+    """Tensors on one storage are so again, at their offsets and strides, and with their dtypes."""
     base = torch.arange(12.0).reshape(3, 4)
     back_base, back_row, back_transposed = there_and_back([base, base[1], base.t()], file)
     back_base[1, 2] = 100.0
     assert back_row[2] == 100.0
     assert back_transposed[2, 1] == 100.0
     assert back_transposed.stride() == (1, 4)
+    floats = torch.ones(4)
+    back, as_integers = there_and_back([floats, floats.view(torch.int32)], file)
+    back[0] = 0.0
+    assert as_integers[0] == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.uint16], ids=str)
@@ -80,14 +84,6 @@ def test_storages(dtype: torch.dtype, file: int) -> None:
     storage, back, tail = there_and_back([tensor.untyped_storage(), tensor, tensor[1:]], file)
     storage.fill_(0)
     assert (back.tolist(), tail.tolist()) == ([0, 0, 0], [0, 0])
-
-
-def test_two_dtypes_on_one_storage(file: int) -> None:
-    """A view with another dtype shares its bytes still."""
-    floats = torch.ones(4)
-    back, as_integers = there_and_back([floats, floats.view(torch.int32)], file)
-    back[0] = 0.0
-    assert as_integers[0] == 0
 
 
 def test_one_storage_takes_its_place_once(file: int) -> None:
@@ -124,18 +120,10 @@ def test_a_copy_survives_the_next_value(file: int) -> None:
     assert bool((first == 3.0).all())
 
 
-def test_an_empty_file_is_an_end() -> None:
-    """Nothing was packed: EOFError."""
-    descriptor = create_memory_file()
-    try:
-        with pytest.raises(EOFError):
-            unpack(descriptor, copy=True)
-    finally:
-        os.close(descriptor)
-
-
 def test_an_unfinished_value_is_an_end(file: int) -> None:
-    """A file whose length was not written yet, as after a kill, is EOFError too."""
+    """An empty file, and one whose length was not written yet, as after a kill, are an EOFError."""
+    with pytest.raises(EOFError):
+        unpack(file, copy=True)
     pack([1, 2, 3], file)
     os.pwrite(file, bytes(8), 0)
     with pytest.raises(EOFError):
@@ -155,34 +143,23 @@ def test_a_failed_pack_leaves_no_half_value(file: int) -> None:
         unpack(file, copy=True)
 
 
-def test_the_file_has_no_name_and_is_not_inherited() -> None:
+def test_the_file_has_no_name_and_is_not_inherited(file: int) -> None:
     """No path leads to it, and a program that is started does not get it."""
-    descriptor = create_memory_file()
-    assert not os.get_inheritable(descriptor)
-    assert "(deleted)" in os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115 -- no path
-    os.close(descriptor)
+    assert not os.get_inheritable(file)
+    assert "(deleted)" in os.readlink(f"/proc/self/fd/{file}")  # noqa: PTH115 -- no path
 
 
 def test_a_process_with_too_many_open_files() -> None:
     """The error is that of the limit; another kind of file would need a descriptor, too."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
-        with pytest.raises(OSError, match="open files") as caught:
-            create_memory_file()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with few_files(0), pytest.raises(OSError, match="open files") as caught:
+        create_memory_file()
     assert (caught.value.errno, caught.value.filename) == (errno.EMFILE, None)
 
 
-def test_sparse_and_quantized_tensors_travel(file: int) -> None:
-    """Tensors that are made of several others come back as well."""
+def test_several_tensors_in_one_value(file: int) -> None:
+    """A sparse tensor, which is made of others, and a state like Adam's, with its counters, come back."""
     sparse = torch.eye(3).to_sparse()
     assert torch.equal(there_and_back(sparse, file).to_dense(), torch.eye(3))
-
-
-def test_an_optimizers_state_travels(file: int) -> None:
-    """A state like Adam's, step counters included, is the same."""
     entry = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2, 2), "exp_avg_sq": torch.zeros(2, 2)}
     back = there_and_back({"state": {0: entry}, "param_groups": [{"lr": 0.1, "params": [0]}]}, file)
     assert back["param_groups"] == [{"lr": 0.1, "params": [0]}]

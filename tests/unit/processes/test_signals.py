@@ -6,12 +6,12 @@ import signal
 import socket
 import threading
 import time
-from types import FrameType
 
 import pytest
 
 from rankwise.processes.event_loop import signals_delivered_in_thread
 from rankwise.processes.signals import ROUTER, SignalRequest
+from tests.helpers.own_process import signal_handled
 
 NUMBER = signal.SIGUSR1
 LIMIT_S = 10
@@ -55,15 +55,14 @@ def test_a_subscriber_is_called_once(subscriber: Subscriber) -> None:
 def test_the_handler_that_was_set_before(subscriber: Subscriber, calls_earlier_handler: bool) -> None:
     """It is called after the subscribers, repeats included, unless the subscription replaces it."""
     numbers: list[int] = []
-    before = signal.signal(NUMBER, lambda number, frame: numbers.append(number))
-    try:
-        with ROUTER.subscribe([NUMBER], subscriber, calls_earlier_handler=calls_earlier_handler):
-            send()
-            send()
-        assert subscriber.repeats == [False, True]
-        assert numbers == ([NUMBER, NUMBER] if calls_earlier_handler else [])
-    finally:
-        signal.signal(NUMBER, before)
+    with (
+        signal_handled(NUMBER, lambda number, frame: numbers.append(number)),
+        ROUTER.subscribe([NUMBER], subscriber, calls_earlier_handler=calls_earlier_handler),
+    ):
+        send()
+        send()
+    assert subscriber.repeats == [False, True]
+    assert numbers == ([NUMBER, NUMBER] if calls_earlier_handler else [])
 
 
 def test_a_repeat_is_the_same_request(subscriber: Subscriber) -> None:
@@ -81,14 +80,14 @@ def test_a_repeat_is_the_same_request(subscriber: Subscriber) -> None:
 def test_the_handler_of_before_is_called_too(subscriber: Subscriber) -> None:
     """Once, whatever the number of subscribers."""
     called: list[int] = []
-    before = signal.signal(NUMBER, lambda number, frame: called.append(number))
-    try:
-        with ROUTER.subscribe([NUMBER], subscriber), ROUTER.subscribe([NUMBER], Subscriber()):
-            send()
-        assert called == [NUMBER]
-        assert len(subscriber.repeats) == 1
-    finally:
-        signal.signal(NUMBER, before)
+    with (
+        signal_handled(NUMBER, lambda number, frame: called.append(number)),
+        ROUTER.subscribe([NUMBER], subscriber),
+        ROUTER.subscribe([NUMBER], Subscriber()),
+    ):
+        send()
+    assert called == [NUMBER]
+    assert len(subscriber.repeats) == 1
 
 
 def test_the_thread_delivers_while_main_is_blocked(subscriber: Subscriber) -> None:
@@ -170,9 +169,6 @@ def test_a_forked_process_has_no_subscribers(subscriber: Subscriber) -> None:
     """It starts with the handlers of before, also when it leaves the block."""
     called: list[int] = []
 
-    def own(number: int, frame: FrameType | None) -> None:
-        called.append(number)
-
     def work() -> None:
         assert signal.set_wakeup_fd(-1) == -1  # else its signals would wake the parent
         send()
@@ -182,13 +178,13 @@ def test_a_forked_process_has_no_subscribers(subscriber: Subscriber) -> None:
         assert len(subscriber.repeats) == 1
         assert not ROUTER.has_reader
 
-    before = signal.signal(NUMBER, own)
-    try:
-        with signals_delivered_in_thread(), ROUTER.subscribe([NUMBER], subscriber):
-            process = multiprocessing.get_context("fork").Process(target=work)
-            process.start()
-            process.join(LIMIT_S)
-        assert process.exitcode == 0
-        assert called == []
-    finally:
-        signal.signal(NUMBER, before)
+    with (
+        signal_handled(NUMBER, lambda number, frame: called.append(number)),
+        signals_delivered_in_thread(),
+        ROUTER.subscribe([NUMBER], subscriber),
+    ):
+        process = multiprocessing.get_context("fork").Process(target=work)
+        process.start()
+        process.join(LIMIT_S)
+    assert process.exitcode == 0
+    assert called == []

@@ -41,38 +41,21 @@ def test_set_and_get() -> None:
 
 
 def test_add() -> None:
-    """A number starts at 0, and goes below it."""
+    """A number starts at 0, and goes below it; what is no number of 64 bits is refused, and stays."""
     store = store_on(StoreTable())
     assert [store.add("count", amount) for amount in (2, 3, -10, 0)] == [2, 5, -5, -5]
     assert store.get("count") == b"-5"
-
-
-def test_what_is_no_number_is_not_added_to() -> None:
-    """The rank that asks gets the error, not the table; the value stays."""
-    store = store_on(StoreTable())
     store.set("key", "text")
     with pytest.raises(ValueError, match="cannot add 1 to 'key', whose value is no number"):
         store.add("key", 1)
     with pytest.raises(TypeError):
         store.add("other", 1.5)  # type: ignore[arg-type]  # wrong on purpose
     assert (store.get("key"), store.check(["other"])) == (b"text", False)
-
-
-def test_numbers_beyond_64_bits_are_refused() -> None:
-    """Neither as the amount nor as the value; the table goes on."""
-    store = store_on(StoreTable())
     store.set("key", str(1 << 64))
     for key, amount in (("key", 1), ("other", 1 << 64)):
         with pytest.raises(ValueError, match="cannot add"):
             store.add(key, amount)
     assert (store.get("key"), store.check(["other"])) == (b"%d" % (1 << 64), False)
-
-
-def test_check() -> None:
-    """All of the keys must be there."""
-    store = store_on(StoreTable())
-    store.set("one", "")
-    assert (store.check(["one"]), store.check(["one", "two"]), store.check([])) == (True, False, True)
 
 
 @pytest.mark.parametrize(
@@ -98,20 +81,18 @@ def test_compare_set(
             assert store.get("key") == after
 
 
-def test_delete_and_count() -> None:
-    """Deleting says whether there was something to delete."""
+def test_check_count_and_delete() -> None:
+    """A check is for all of its keys; deleting says whether there was something to delete."""
     store = store_on(StoreTable())
     store.set("key", "")
-    assert (store.num_keys(), store.delete_key("key"), store.delete_key("key"), store.num_keys()) == (
-        1,
-        True,
-        False,
-        0,
-    )
+    assert (store.check(["key"]), store.check(["key", "two"]), store.check([])) == (True, False, True)
+    assert store.num_keys() == 1
+    assert [store.delete_key("key") for _ in range(2)] == [True, False]
+    assert store.num_keys() == 0
 
 
 def test_waiting_is_answered_when_all_is_there() -> None:
-    """A wait is answered once, by the request that sets its last key."""
+    """A wait is answered once, by the request that sets its last key, or at once where all are set."""
     table = StoreTable()
     answers = ask(table, b"wait", b"one", b"two")
     ask(table, b"set", b"one", b"")
@@ -120,6 +101,8 @@ def test_waiting_is_answered_when_all_is_there() -> None:
     assert answers == [b""]
     ask(table, b"set", b"two", b"")
     assert answers == [b""]
+    assert ask(table, b"wait", b"one", b"two") == [b""]
+    assert ask(table, b"wait") == [b""]
 
 
 def test_a_key_that_is_deleted_is_waited_for_again() -> None:
@@ -140,14 +123,6 @@ def test_several_wait_for_one_key() -> None:
     waiters = [ask(table, b"wait", b"key") for _ in range(3)]
     ask(table, b"compare_set", b"key", b"", b"value")
     assert waiters == [[b""]] * 3
-
-
-def test_waiting_for_what_is_there_is_answered_at_once() -> None:
-    """No further request is needed."""
-    table = StoreTable()
-    ask(table, b"set", b"key", b"")
-    assert ask(table, b"wait", b"key") == [b""]
-    assert ask(table, b"wait") == [b""]
 
 
 def test_a_wait_in_vain_is_torchs_error() -> None:
@@ -196,17 +171,14 @@ def test_what_is_no_request_is_a_value_error(fields: list[bytes]) -> None:
     assert ask(table, b"count") == [b"0"]
 
 
-@pytest.mark.parametrize("data", [b"\x00", b"\x00\x01", b"\x00\x01\x00\x00\x00\x05ab", b"\x00\x00extra"])
-def test_damaged_messages_are_refused(data: bytes) -> None:
-    """Bytes that are no message are a ValueError."""
-    with pytest.raises(ValueError, match="not a message of the store"):
-        unpack_fields(data)
-
-
-@pytest.mark.parametrize("fields", [[], [b""], [b"one"], [b"a" * 100_000, b"", b"\x00\xff"]])
-def test_messages_come_back(fields: list[bytes]) -> None:
-    """What was packed is unpacked."""
-    assert unpack_fields(pack_fields(fields)) == fields
+def test_messages_come_back() -> None:
+    """What was packed is unpacked; bytes that are no message are a ValueError."""
+    messages: list[list[bytes]] = [[], [b""], [b"one"], [b"a" * 100_000, b"", b"\x00\xff"]]
+    for fields in messages:
+        assert unpack_fields(pack_fields(fields)) == fields
+    for data in (b"\x00", b"\x00\x01", b"\x00\x01\x00\x00\x00\x05ab", b"\x00\x00extra"):
+        with pytest.raises(ValueError, match="not a message of the store"):
+            unpack_fields(data)
 
 
 def test_torch_takes_it_for_a_store() -> None:

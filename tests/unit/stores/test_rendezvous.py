@@ -154,21 +154,11 @@ def test_one_too_many() -> None:
         run_rendezvous(store, identity(0, 1), SECOND)
 
 
-def test_a_ranks_identity() -> None:
-    """An identity has the ranks and this host; all ranks may use the CPU."""
+def test_a_ranks_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An identity has the ranks and this host; all may use the CPU, but each slice of a GPU is a device."""
     own = identity_of(RankInfo(1, 1, 0, 2, 2, 1), exclusive_device("gloo", torch.device("cpu")))
-    assert (own.global_rank, own.local_rank, own.world_size, own.pid, own.device) == (
-        1,
-        1,
-        2,
-        os.getpid(),
-        "",
-    )
     assert own.host
-
-
-def test_slices_of_a_gpu_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks on two slices are on two devices, whose GPU is one."""
+    assert own == RankIdentity(1, 1, 0, 2, own.host, os.getpid(), "")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
     names = [exclusive_device("cpu:gloo,cuda:nccl", torch.device("cuda", index)) for index in (0, 1)]
     assert names == ["MIG-a", "MIG-b"]

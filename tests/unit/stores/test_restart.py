@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from rankwise.errors import EnvironmentVariableError, ProcessGroupError, RendezvousTimeoutError
+from rankwise.errors import ProcessGroupError, RendezvousTimeoutError
 from rankwise.ranks import RankInfo
-from rankwise.stores import restart
 from rankwise.stores.restart import RestartInfo, agree_on_restart
 
 LONG, SHORT = timedelta(seconds=20), timedelta(milliseconds=200)
@@ -40,16 +39,6 @@ def test_all_starts_of_a_job_have_its_name() -> None:
     assert (first.number, other.number) == (4, 0)
     assert first.job != other.job
     assert start(store, 2) == {RestartInfo(5, first.job)}
-
-
-def test_an_agents_count_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variable is named."""
-    monkeypatch.setattr(restart, "_noted", None)
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
-    assert restart.current_restart().number == 0
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "first")
-    with pytest.raises(EnvironmentVariableError, match="TORCHELASTIC_RESTART_COUNT is not a number"):
-        restart.current_restart()
 
 
 @pytest.mark.parametrize("size", [2, 3])

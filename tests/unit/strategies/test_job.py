@@ -12,6 +12,7 @@ from rankwise.errors import InvalidArgumentError, InvalidTypeError
 from rankwise.process_group.interception import intercepted
 from rankwise.strategies import AutoStrategy, DDPStrategy
 from rankwise.strategies.job import sigterm_deferred
+from tests.helpers.own_process import signal_handled
 
 
 @pytest.mark.parametrize(
@@ -37,12 +38,19 @@ def methods_are(strategy: DDPStrategy, methods: dict[str, object]) -> bool:
 
 
 def test_off_touches_nothing() -> None:
-    """In a job without the check torch's own methods are in place, and after a block with it again."""
+    """In a job without the check torch's own methods are in place, and after blocks with it again."""
     methods = dict(vars(dist.ProcessGroup))
     strategy = AutoStrategy(accelerator="cpu", devices=1)
     assert strategy.launch(methods_are, methods)
     with intercepted(lambda call: None):
         assert vars(dist.ProcessGroup)["allreduce"] is not methods["allreduce"]
+    assert dict(vars(dist.ProcessGroup)) == methods
+    first, second = ExitStack(), ExitStack()  # as those of two threads: after the last all is put back
+    first.enter_context(intercepted(lambda call: None))
+    second.enter_context(intercepted(lambda call: None))
+    first.close()
+    assert dict(vars(dist.ProcessGroup)) != methods
+    second.close()
     assert dict(vars(dist.ProcessGroup)) == methods
 
 
@@ -59,21 +67,5 @@ def test_a_handler_of_sigterm_stays() -> None:
     def handler(number: int, frame: object) -> None:
         pass
 
-    before = signal.signal(signal.SIGTERM, handler)
-    try:
-        with sigterm_deferred(AsyncCheckpointIO()):
-            assert signal.getsignal(signal.SIGTERM) is handler
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def test_blocks_may_overlap() -> None:
-    """Whichever of two blocks ends first, as those of two threads, everything is put back after the last."""
-    methods = dict(vars(dist.ProcessGroup))
-    first, second = ExitStack(), ExitStack()
-    first.enter_context(intercepted(lambda call: None))
-    second.enter_context(intercepted(lambda call: None))
-    first.close()
-    assert dict(vars(dist.ProcessGroup)) != methods
-    second.close()
-    assert dict(vars(dist.ProcessGroup)) == methods
+    with signal_handled(signal.SIGTERM, handler), sigterm_deferred(AsyncCheckpointIO()):
+        assert signal.getsignal(signal.SIGTERM) is handler

@@ -1,6 +1,7 @@
 """Which device each rank takes, by what torch sees and what was started."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import ClassVar
 
@@ -107,34 +108,25 @@ def with_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
 
 
-def set_variables(monkeypatch: pytest.MonkeyPatch, variables: Variables) -> None:
+@pytest.mark.usefixtures("with_srun")
+@pytest.mark.parametrize(
+    ("variables", "is_said"),
+    [
+        *((batch(4), True), (allocation(4), True), ({**batch(1), "SLURM_JOB_NUM_NODES": "4"}, True)),
+        *((batch(2), False), (batch(1), False), ({"SLURM_NTASKS": "4"}, False)),
+        ({**batch(4), "RANKWISE_ENVIRONMENT": "local"}, False),
+    ],
+    ids=["batch", "shell", "nodes", "all are used", "one task", "no job", "intended"],
+)
+def test_tasks_without_srun_are_said(
+    monkeypatch: pytest.MonkeyPatch, variables: Variables, is_said: bool
+) -> None:
+    """A job whose other tasks do nothing, as srun has not started this one, unless that was chosen."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-
-
-@pytest.mark.usefixtures("with_srun")
-@pytest.mark.parametrize(
-    "variables",
-    [batch(4), allocation(4), {**batch(1), "SLURM_JOB_NUM_NODES": "4"}],
-    ids=["batch", "shell", "nodes"],
-)
-def test_tasks_without_srun_are_said(monkeypatch: pytest.MonkeyPatch, variables: Variables) -> None:
-    """A process of a job of four tasks that srun has not started says that the other tasks do nothing."""
-    set_variables(monkeypatch, variables)
-    with pytest.warns(UserWarning, match="job 1042 has 4 tasks, but srun has not started this process: .* 2"):
-        DDPForkStrategy(accelerator="cpu", devices=2).bind()
-
-
-@pytest.mark.usefixtures("with_srun")
-@pytest.mark.parametrize(
-    "variables",
-    [batch(2), batch(1), {**batch(4), "RANKWISE_ENVIRONMENT": "local"}, {"SLURM_NTASKS": "4"}],
-    ids=["all are used", "one task", "intended", "no job"],
-)
-def test_nothing_is_said_of_srun(monkeypatch: pytest.MonkeyPatch, variables: Variables) -> None:
-    """There is no warning if all tasks have a process, or the environment is chosen."""
-    set_variables(monkeypatch, variables)
-    assert DDPForkStrategy(accelerator="cpu", devices=2).bind().world_size == 2
+    text = "job 1042 has 4 tasks, but srun has not started this process: .* 2"
+    with pytest.warns(UserWarning, match=text) if is_said else nullcontext():
+        assert DDPForkStrategy(accelerator="cpu", devices=2).bind().world_size == 2
 
 
 def test_devices_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

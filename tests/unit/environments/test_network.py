@@ -1,5 +1,6 @@
-"""The address at which rank 0's node listens, on hosts that resolve their own name to loopback."""
+"""The address at which rank 0's node listens, on hosts that resolve their own name to loopback; its port."""
 
+import itertools
 import socket
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,7 @@ from rankwise.environments.network import (
     interface_toward,
     is_own_loopback_name,
     listening_address,
+    port_of_job,
     rendezvous_address,
 )
 from rankwise.errors import ConfigurationError
@@ -38,15 +40,11 @@ def have(monkeypatch: pytest.MonkeyPatch, addresses: Mapping[str, str], down: st
 
 
 def test_the_only_address_that_others_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that resolves to 127.0.1.1 means the host's only external address, for every rank there."""
+    """A name that resolves to 127.0.1.1 means it, for every rank; a bridge without members does not count."""
     have(monkeypatch, {"lo": "127.0.0.1", "eth0": "10.0.0.1"})
     assert listening_address("gpu01", None) == "10.0.0.1"
     assert rendezvous_address("gpu01", None) == "10.0.0.1"
     assert interface_toward("gpu01") == "eth0"
-
-
-def test_a_bridge_without_members_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Docker bridge without containers is not an external address."""
     have(monkeypatch, {"lo": "127.0.0.1", "eth0": "10.0.0.1", "docker0": "172.17.0.1"}, down="docker0")
     assert listening_address("gpu01", None) == "10.0.0.1"
 
@@ -95,3 +93,17 @@ def test_unresolved_names() -> None:
     assert rendezvous_address("no such host", None) == "no such host"
     with pytest.raises(ConfigurationError, match="no such host"):
         listening_address("no such host", None)
+
+
+def test_the_port_of_a_job() -> None:
+    """It depends on the job's ids alone, and is above well-known ports and below outgoing connections'."""
+    ids = [("0",), ("1", "0"), ("4294967295", "4294967290"), ("391.pbs",), ("",), ("\udcff",), ("9" * 5000,)]
+    assert all(20_000 <= port_of_job(job) < 32_000 for job in ids)
+    assert port_of_job(["391.pbs", "a"]) == port_of_job(["391.pbs", "a"]) != port_of_job(["392.pbs", "a"])
+
+
+def test_jobs_and_steps_nearby_do_not_share() -> None:
+    """A hundred consecutive jobs of thirty steps each have different ports."""
+    pairs = itertools.product(range(1042, 1142), range(30))
+    ports = [port_of_job([str(job), str(step)]) for job, step in pairs]
+    assert len(set(ports)) == len(ports)
