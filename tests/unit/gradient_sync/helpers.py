@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise import SingleDeviceStrategy, TrainingModule
+from rankwise.gradient_sync import register_ddp_comm_hook
 from tests.helpers.exactness import weights
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
 from tests.process.training_tasks import quiet_trainer
@@ -158,10 +159,29 @@ class Sums(TrainingModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit_alone(module: TrainingModule, data: Any, weighting: str | None = None, **arguments: Any) -> Tensor:
+def registering(hook: str) -> type[ThreadedStrategy]:
+    """Return a strategy that registers a communication hook with the module that it has wrapped."""
+
+    class Registering(ThreadedStrategy):
+        def setup_module(self, module: nn.Module) -> nn.Module:
+            wrapped = super().setup_module(module)
+            register_ddp_comm_hook(wrapped, hook=hook)
+            return wrapped
+
+    return Registering
+
+
+def fit_alone(
+    module: TrainingModule,
+    data: Any,
+    weighting: str | None = None,
+    ckpt_path: Path | None = None,
+    **arguments: Any,
+) -> Tensor:
     """Fit in this process, one epoch if nothing else is said; return the weights."""
     strategy = SingleDeviceStrategy(gradient_weighting=weighting, accelerator="cpu")
-    quiet_trainer(strategy, 1, **{"max_epochs": 1, **copy.deepcopy(arguments)}).fit(module, data)
+    trainer = quiet_trainer(strategy, 1, **{"max_epochs": 1, **copy.deepcopy(arguments)})
+    trainer.fit(module, data, ckpt_path=ckpt_path)
     return weights(module)
 
 
