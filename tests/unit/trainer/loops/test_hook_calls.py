@@ -508,7 +508,7 @@ class Ending(Scheduled):
         self.ends.append("epoch")
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # none before batch 0
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # no step before it
 @pytest.mark.parametrize("at", [0, 2])
 def test_an_epoch_that_a_hook_ends(tmp_path: Path, at: int) -> None:
     """-1 ends it before the batch, without validation; the next epoch begins at its first batch."""

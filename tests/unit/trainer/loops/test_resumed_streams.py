@@ -63,7 +63,9 @@ def test_data_without_indices_on_another_number_of_ranks(tmp_path: Path, kind: s
     data: Any = {
         "stream": DataLoader(Stream(), batch_size=1),
         "list": list(loader(batch_size=1)),
-        "own sampler": lambda rank: loader(batch_size=1, sampler=DistributedSampler(samples(), 2, rank)),
+        "own sampler": lambda rank: loader(
+            batch_size=1, sampler=DistributedSampler(samples(), 2, rank, shuffle=False)
+        ),
     }[kind]
     alone = loader(batch_size=1) if kind == "own sampler" else data
     path = saved(tmp_path, None, alone, max_epochs=2, max_steps=3)
