@@ -49,8 +49,7 @@ def test_when_it_stops(tmp_path: Path, what: str) -> None:
 def saved_stop(folder: Path, *scores: float, **options: Any) -> Path:
     """Train with patience 1, and save with every validation; return the last checkpoint."""
     saving = ModelCheckpoint(folder, "{step}", save_last=True)
-    callbacks = [EarlyStopping("score", patience=1), saving]
-    train = trainer(folder, callbacks=callbacks, enable_checkpointing=True, max_epochs=9, **options)
+    train = trainer(folder, callbacks=[EarlyStopping("score", patience=1), saving], max_epochs=9, **options)
     train.fit(Scripted(*scores), loader(), loader())
     assert train.should_stop
     return folder / "last.ckpt"
@@ -85,8 +84,7 @@ def test_asked_to_train_on_after_a_stop(tmp_path: Path) -> None:
 def test_second_fit_after_a_stop(tmp_path: Path) -> None:
     """The next fit of the same trainer goes on, and its checkpoints are of a run that does."""
     saving = ModelCheckpoint(tmp_path, every_n_train_steps=1)
-    callbacks = [EarlyStopping("score", patience=1), saving]
-    train = trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True, max_epochs=9)
+    train = trainer(tmp_path, callbacks=[EarlyStopping("score", patience=1), saving], max_epochs=9)
     model = Scripted(1, 2, 1, 1, 1)
     train.fit(model, loader(), loader())
     train.max_steps = train.global_step + 1

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rankwise.callbacks import BackboneFinetuning, BaseFinetuning, ModelCheckpoint
 from rankwise.errors import ConfigurationError, InvalidArgumentError
-from tests.unit.trainer.helpers import Line, loader, trainer
+from tests.unit.trainer.helpers import Line, fitted, loader, trainer
 
 
 class WithBackbone(Line):
@@ -84,8 +84,7 @@ def test_a_run_that_continues(tmp_path: Path, make: Callable[[], BaseFinetuning]
     """It trains what the first one did, at the same rates, to the same weights and statistics."""
     whole, continued = WithBackbone(), WithBackbone()
     saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
-    callbacks: list[Any] = [make(), saving]
-    trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True, max_epochs=4).fit(whole, loader())
+    trainer(tmp_path, callbacks=[make(), saving], max_epochs=4).fit(whole, loader())
     path = tmp_path / "epoch=1.ckpt"
     trainer(tmp_path, callbacks=make(), max_epochs=4).fit(continued, loader(), ckpt_path=path)
     assert continued.rates == whole.rates[2:]
@@ -98,8 +97,7 @@ def test_a_run_that_continues(tmp_path: Path, make: Callable[[], BaseFinetuning]
 def test_batch_normalisation(tmp_path: Path) -> None:
     """It stays trainable unless told otherwise, and can be left out of a new group."""
     module = WithBackbone()
-    train = trainer(tmp_path, callbacks=Frozen(norm=False), max_epochs=2)
-    train.fit(module, loader())
+    train = fitted(tmp_path, module, callbacks=Frozen(norm=False), max_epochs=2)
     first, second = train.optimizers[0].param_groups
     assert len(first["params"]) == 4
     assert [id(each) for each in second["params"]] == list(map(id, module.backbone[0].parameters()))

@@ -1,6 +1,5 @@
 """The search of a learning rate: what it tries, what it suggests, and that it leaves no traces."""
 
-import importlib.util
 import math
 import threading
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from rankwise import DataModule
 from rankwise.callbacks import LearningRateCurve, LearningRateFinder, ModelCheckpoint
 from rankwise.errors import ConfigurationError, InvalidArgumentError, MissingExtraError
 from rankwise.loggers import Logger
-from tests.unit.trainer.helpers import Line, samples, trainer
+from tests.unit.trainer.helpers import Line, fitted, samples, trainer, without_package
 from tests.unit.trainer.helpers import loader as batches
 
 
@@ -103,7 +102,7 @@ def test_a_search_leaves_no_traces(tmp_path: Path) -> None:
         logger, saving = Noting(), ModelCheckpoint(tmp_path / str(finder is None), save_top_k=-1)
         module = Rising()
         module.logs, module.lr = True, 0.1 if finder is None else 9.0
-        options = {"log_every_n_steps": 1, "enable_checkpointing": True, "max_epochs": 2}
+        options = {"log_every_n_steps": 1, "max_epochs": 2}
         callbacks: list[Any] = [saving] if finder is None else [finder, saving]
         train = trainer(tmp_path, callbacks=callbacks, logger=logger, **options)
         if finder is not None:
@@ -122,8 +121,7 @@ def test_the_fit_uses_it(tmp_path: Path) -> None:
     finder, module = LearningRateFinder(1e-4, 1e-2, 20, attr_name="rate"), Rising()
     module.hparams = {"rate": 1.0}
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), module.hparams["rate"])  # type: ignore[method-assign]
-    train = trainer(tmp_path, callbacks=finder, max_epochs=1)
-    train.fit(module, loader())
+    train = fitted(tmp_path, module, loader(), callbacks=finder, max_epochs=1)
     curve = curve_of(finder)
     assert module.rates[0] == module.hparams["rate"] == curve.suggestion()
     train.max_epochs = 2
@@ -133,9 +131,7 @@ def test_the_fit_uses_it(tmp_path: Path) -> None:
     for max_epochs in (1, 2):  # the first start of a run that looks for its last checkpoint searches
         finder = LearningRateFinder(1e-3, 1.0, 20)
         saving = ModelCheckpoint(tmp_path, save_last=True)
-        train = trainer(
-            tmp_path, callbacks=[finder, saving], enable_checkpointing=True, max_epochs=max_epochs
-        )
+        train = trainer(tmp_path, callbacks=[finder, saving], max_epochs=max_epochs)
         train.fit(Rising(), loader(), ckpt_path="last")
         searched.append(finder.optimal_lr is not None)
     assert searched == [True, False]
@@ -184,9 +180,7 @@ def test_no_suggestion(tmp_path: Path) -> None:
 
 
 class Manual(Line):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
 
 class Searching(Line):
@@ -251,9 +245,6 @@ def test_plot(monkeypatch: pytest.MonkeyPatch) -> None:
     assert axes.drawn[0] == ("plot", curve.results["lr"], curve.results["loss"])
     assert axes.drawn[1] == ("set_xscale", "log")
     assert axes.drawn[-1] == ("plot", curve.suggestion(), curve.results["loss"][18])
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find(name, *rest)
-    )
+    without_package(monkeypatch, "matplotlib")
     with pytest.raises(MissingExtraError, match=r"rankwise\[plot\]"):
         curve.plot()

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from rankwise.callbacks import LearningRateMonitor, ModelCheckpoint
 from rankwise.checkpoint import TorchCheckpointIO
 from rankwise.errors import ConfigurationError, InvalidArgumentError
 from rankwise.loggers import CSVLogger
-from tests.unit.trainer.helpers import Line, loader, trainer
+from tests.unit.trainer.helpers import Duel, Line, fitted, loader, trainer
 
 
 class Decaying(Line):
@@ -107,24 +106,12 @@ def test_parameter_groups(tmp_path: Path) -> None:
         rows(tmp_path, LearningRateMonitor(), TwoGroups("same", "same"))
 
 
-class TwoOptimizers(Line):
-    """Steps two optimizers by hand, one with a scheduler that has a name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.other = nn.Linear(2, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        for optimizer, layer in zip(self.optimizers(), (self.layer, self.other), strict=True):
-            optimizer.zero_grad()
-            self.manual_backward(layer(batch[0]).sum())
-            optimizer.step()
+class TwoOptimizers(Duel):
+    """One of its optimizers has a scheduler that has a name."""
 
     def configure_optimizers(self) -> Any:
-        first, second = (torch.optim.SGD(layer.parameters(), 0.1) for layer in (self.layer, self.other))
-        scheduler = torch.optim.lr_scheduler.StepLR(second, 1)
-        return [first, second], [{"scheduler": scheduler, "name": "own"}]
+        first, second = super().configure_optimizers()
+        return [first, second], [{"scheduler": torch.optim.lr_scheduler.StepLR(second, 1), "name": "own"}]
 
 
 class EverySecond(TwoOptimizers):
@@ -156,10 +143,8 @@ def test_no_logger(tmp_path: Path) -> None:
 def test_checkpoints_do_not_grow(tmp_path: Path) -> None:
     """The record is in memory only; other callbacks can read the rate."""
     monitor, saving = LearningRateMonitor(), ModelCheckpoint(tmp_path)
-    train = trainer(tmp_path, callbacks=[monitor, saving], logger=True, enable_checkpointing=True)
-    train.fit(Decaying(interval="step"), loader())
+    train = fitted(tmp_path, Decaying(interval="step"), callbacks=[monitor, saving], logger=True)
     saved = TorchCheckpointIO().load_checkpoint(saving.best_model_path)
     assert monitor.state_key not in saved["callbacks"]
-    train = trainer(tmp_path, callbacks=monitor, logger=True)
-    train.fit(Decaying(), loader())
+    train = fitted(tmp_path, Decaying(), callbacks=monitor, logger=True)
     assert float(train.callback_metrics["lr-SGD"]) == 0.8

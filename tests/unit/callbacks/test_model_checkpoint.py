@@ -13,7 +13,7 @@ from typing_extensions import override
 from rankwise.callbacks import ModelCheckpoint
 from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
 from rankwise.errors import CheckpointError, ConfigurationError, InvalidArgumentError, InvalidTypeError
-from tests.unit.trainer.helpers import Line, loader, trainer
+from tests.unit.trainer.helpers import Line, SlowIO, fitted, loader, trainer
 
 
 class Scripted(Line):
@@ -35,9 +35,7 @@ def fit(
     folder: Path, saving: ModelCheckpoint, *scores: float, ckpt_path: Path | None = None, **options: Any
 ) -> list[str]:
     """Train as many epochs as there are scores; return the names of the files that are left."""
-    train = trainer(
-        folder, callbacks=saving, enable_checkpointing=True, **{"max_epochs": len(scores), **options}
-    )
+    train = trainer(folder, callbacks=saving, **{"max_epochs": len(scores), **options})
     train.fit(Scripted(*scores), loader(), loader(), ckpt_path=ckpt_path)
     return sorted(path.name for path in Path(saving.dirpath or "").iterdir())
 
@@ -169,15 +167,6 @@ def test_another_runs_files_are_left(tmp_path: Path) -> None:
     assert epochs == {"last.ckpt": 0, "last-v1.ckpt": 1}
 
 
-class SlowIO(TorchCheckpointIO):  # type: ignore[misc]  # one that differs from the real one in this alone
-    """Takes its time."""
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any) -> None:
-        time.sleep(0.2)
-        super().save_checkpoint(checkpoint, path)
-
-
 def test_files_that_a_thread_has_yet_to_write_are_left(tmp_path: Path) -> None:
     """A worse checkpoint, or another callback's, does not take the name of one that waits to be written."""
     saving = ModelCheckpoint(tmp_path, "best", monitor="score", mode="max", save_top_k=2)
@@ -186,9 +175,8 @@ def test_files_that_a_thread_has_yet_to_write_are_left(tmp_path: Path) -> None:
     assert load(saving.best_model_path)["epoch"] == 0
     folder = tmp_path / "two"
     savings = [ModelCheckpoint(folder, "best", monitor="score", mode=mode) for mode in ("max", "min")]
-    options = {"enable_checkpointing": True, "max_epochs": 2, "plugins": AsyncCheckpointIO(SlowIO())}
-    train = trainer(tmp_path, callbacks=savings, **options)
-    train.fit(Scripted(9, 1), loader(), loader())
+    options = {"max_epochs": 2, "plugins": AsyncCheckpointIO(SlowIO())}
+    fitted(tmp_path, Scripted(9, 1), loader(), loader(), callbacks=savings, **options)
     best = [load(saving.best_model_path)["epoch"] for saving in savings]
     assert best == [0, 1]
 
@@ -196,14 +184,14 @@ def test_files_that_a_thread_has_yet_to_write_are_left(tmp_path: Path) -> None:
 def test_the_best_of_another_module_does_not_compete(tmp_path: Path) -> None:
     """A second module's checkpoints, as in a k-fold script, compete with each other; the first's stay."""
     saving = ModelCheckpoint(tmp_path, "{epoch}-{score}", monitor="score")
-    train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True, max_epochs=2)
+    train = trainer(tmp_path, callbacks=saving, max_epochs=2)
     for scores, best in (((0.1, 0.2), "epoch=0-score=0.1.ckpt"), ((0.7, 0.5), "epoch=1-score=0.5.ckpt")):
         train.fit(Scripted(*scores), loader(), loader())
         assert Path(saving.best_model_path).name == best
         assert float(saving.best_model_score or 0) == pytest.approx(min(scores))
     assert len(list(tmp_path.glob("*.ckpt"))) == 2
     saving = ModelCheckpoint(tmp_path / "last", save_top_k=0, save_last=True)
-    train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True)
+    train = trainer(tmp_path, callbacks=saving)
     for _ in range(2):
         train.fit(Line(), loader())
     assert sorted(path.name for path in (tmp_path / "last").iterdir()) == ["last-v1.ckpt", "last.ckpt"]
@@ -213,7 +201,7 @@ def test_a_run_that_continues_replaces_its_last(tmp_path: Path) -> None:
     """Whatever checkpoint of its own it continues from; two callbacks write a file each."""
     for epochs, ckpt_path in [(1, None), (2, "last"), (3, "best"), (4, tmp_path / "last.ckpt")]:
         saving = ModelCheckpoint(tmp_path, "{epoch}", save_last=True)
-        train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True, max_epochs=epochs)
+        train = trainer(tmp_path, callbacks=saving, max_epochs=epochs)
         path = tmp_path / f"epoch={epochs - 2}.ckpt" if ckpt_path == "best" else ckpt_path
         train.fit(Line(), loader(), ckpt_path=path)
         assert sorted(path.name for path in tmp_path.iterdir()) == [f"epoch={epochs - 1}.ckpt", "last.ckpt"]
@@ -224,7 +212,7 @@ def test_a_run_that_continues_replaces_its_last(tmp_path: Path) -> None:
             ModelCheckpoint(folder, save_top_k=0, save_last=True, every_n_epochs=1),
             ModelCheckpoint(folder, save_top_k=0, save_last=True, every_n_train_steps=1),
         ]
-        train = trainer(tmp_path, callbacks=savings, enable_checkpointing=True, max_epochs=epochs)
+        train = trainer(tmp_path, callbacks=savings, max_epochs=epochs)
         train.fit(Line(), loader(), ckpt_path="last")
         assert len({saving.last_model_path for saving in savings}) == len(list(folder.iterdir())) == 2
 
@@ -244,7 +232,7 @@ def test_missing_metric(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"monitor='accuracy'.*\n.*'loss', 'score'"):
         fit(tmp_path, ModelCheckpoint(tmp_path, monitor="accuracy"), 1)
     saving = ModelCheckpoint(tmp_path, save_on_train_epoch_end=False)
-    train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True)
+    train = trainer(tmp_path, callbacks=saving)
     with pytest.raises(ConfigurationError, match="would never act: it waits for validations"):
         train.fit(Line(), loader())
 
@@ -381,8 +369,7 @@ def test_steps_wait_for_their_validation(tmp_path: Path, interval: int, names: l
     saving = ModelCheckpoint(
         tmp_path, "{step}-{score:.0f}", monitor="score", mode="max", save_top_k=-1, every_n_train_steps=1
     )
-    train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True, val_check_interval=interval)
-    train.fit(Counting(), loader(), loader())
+    fitted(tmp_path, Counting(), loader(), loader(), callbacks=saving, val_check_interval=interval)
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == names
     assert Path(saving.best_model_path).name == names[-1]
 
@@ -399,8 +386,7 @@ class Slow(Scripted):
 def test_intervals_of_time(tmp_path: Path, interval: timedelta, count: int) -> None:
     """Each step that ends later than the interval after the last save is saved."""
     saving = ModelCheckpoint(tmp_path / "own", "{step}", save_top_k=-1, train_time_interval=interval)
-    train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True, max_epochs=2)
-    train.fit(Slow(1, 1), loader(), loader())
+    fitted(tmp_path, Slow(1, 1), loader(), loader(), callbacks=saving, max_epochs=2)
     assert len(list(tmp_path.glob("own/*.ckpt"))) == count
 
 
@@ -422,7 +408,7 @@ def test_weights_only_gathers_no_more(tmp_path: Path, weights_only: bool) -> Non
     """The state of optimizers, which is large and may be spread over ranks, is not made for such files."""
     module = Gathered()
     saving = ModelCheckpoint(tmp_path, save_weights_only=weights_only, every_n_train_steps=3)
-    trainer(tmp_path, callbacks=saving, enable_checkpointing=True).fit(module, loader())
+    trainer(tmp_path, callbacks=saving).fit(module, loader())
     assert (3 in module.asked) != weights_only
 
 
@@ -441,7 +427,7 @@ class Failing(Scripted):
 def test_save_on_exception(tmp_path: Path) -> None:
     """The steps until an exception are saved, and another run continues after them, to the same weights."""
     saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=0, save_on_exception=True, save_last=True)
-    train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True, max_epochs=2)
+    train = trainer(tmp_path, callbacks=saving, max_epochs=2)
     with pytest.raises(KeyError, match="no such sample"):
         train.fit(Failing(1), loader(), loader())
     assert (tmp_path / "step=7.ckpt").exists()

@@ -1,6 +1,5 @@
 """What `DeviceStatsMonitor` and `ThroughputMonitor` log."""
 
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 from rankwise.callbacks import Callback, DeviceStatsMonitor, ThroughputMonitor
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, MissingExtraError
 from rankwise.loggers import Logger
-from tests.unit.trainer.helpers import Line, loader, trainer
+from tests.unit.trainer.helpers import Line, loader, trainer, without_package
 
 
 class Noting(Logger):
@@ -46,10 +45,7 @@ def test_device_stats(tmp_path: Path) -> None:
 
 def test_device_stats_need_psutil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it they are refused before training, and the error names the extra."""
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "psutil" else find(name, *rest)
-    )
+    without_package(monkeypatch, "psutil")
     with pytest.raises(MissingExtraError, match=r"rankwise\[stats\]"):
         logged(tmp_path, DeviceStatsMonitor(), Line())
 

@@ -10,7 +10,7 @@ from torch import nn
 from rankwise.callbacks import GradientAccumulationScheduler, LambdaCallback, ModelSummary
 from rankwise.callbacks.model_summary import summary_of
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, UnknownArgumentError
-from tests.unit.trainer.helpers import Line, loader, trainer
+from tests.unit.trainer.helpers import Line, fitted, loader, trainer
 
 
 def test_functions_as_hooks(tmp_path: Path) -> None:
@@ -34,8 +34,7 @@ def test_accumulation_by_epoch(tmp_path: Path) -> None:
     steps: list[int] = []
     noting = LambdaCallback(on_train_epoch_end=lambda trainer, module: steps.append(trainer.global_step))
     scheduling = GradientAccumulationScheduler({1: 4, 3: 2})
-    train = trainer(tmp_path, callbacks=[scheduling, noting], max_epochs=4)
-    train.fit(Line(), loader())
+    train = fitted(tmp_path, callbacks=[scheduling, noting], max_epochs=4)
     assert steps == [4, 5, 6, 8]
     assert train.accumulate_grad_batches == 1
 

@@ -10,7 +10,7 @@ from torch import nn
 from rankwise.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError
 from tests.unit.callbacks.test_weight_averaging import Noted
-from tests.unit.trainer.helpers import loader, trainer
+from tests.unit.trainer.helpers import fitted, loader, trainer
 
 
 class Scheduled(Noted):
@@ -32,8 +32,7 @@ def test_the_last_epochs(tmp_path: Path) -> None:
     """The weights at the start of each of the last epochs are averaged; the rate anneals to swa_lrs."""
     module = Scheduled()
     averaging = StochasticWeightAveraging(0.02, 3, annealing_epochs=2, annealing_strategy="linear")
-    train = trainer(tmp_path, callbacks=averaging, max_epochs=5)
-    train.fit(module, loader())
+    train = fitted(tmp_path, module, callbacks=averaging, max_epochs=5)
     torch.testing.assert_close(module.layer.weight.detach(), torch.stack(module.trained[7:16:4]).mean(0))
     assert module.rates == pytest.approx([0.1, 0.05, 0.025, 0.0225, 0.02])
     assert [type(config.scheduler).__name__ for config in train.lr_scheduler_configs] == ["StepLR"]
@@ -59,7 +58,7 @@ def test_a_run_that_continues(tmp_path: Path, epoch: int) -> None:
     whole, continued = Scheduled(), Scheduled()
     saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     callbacks: list[Any] = [StochasticWeightAveraging([0.02], 2, annealing_epochs=3), saving]
-    trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True, max_epochs=4).fit(whole, loader())
+    trainer(tmp_path, callbacks=callbacks, max_epochs=4).fit(whole, loader())
     averaging = StochasticWeightAveraging([0.02], 2, annealing_epochs=3)
     train = trainer(tmp_path, callbacks=averaging, max_epochs=4)
     train.fit(continued, loader(), ckpt_path=tmp_path / f"epoch={epoch}.ckpt")
@@ -74,9 +73,7 @@ class Normalised(Scheduled):
 
 
 class Manual(Scheduled):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
 
 class Two(Manual):

@@ -8,7 +8,7 @@ import pytest
 
 from rankwise.callbacks import Timer
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError
-from tests.unit.trainer.helpers import Line, loader, trainer
+from tests.unit.trainer.helpers import Line, fitted, loader, trainer
 
 
 def test_durations() -> None:
@@ -42,8 +42,7 @@ def test_stops(tmp_path: Path, interval: str, steps: int) -> None:
             if batch_idx == 1:
                 timer._before = 3600.0
 
-    train = trainer(tmp_path, max_epochs=9, callbacks=[timer])
-    train.fit(Late(), loader())
+    train = fitted(tmp_path, Late(), max_epochs=9, callbacks=[timer])
     assert train.global_step == steps
     assert timer.time_remaining == 0.0
 
@@ -55,8 +54,7 @@ def test_max_time(tmp_path: Path) -> None:
         train.fit(Line(), loader())
     assert train.global_step == 0
     timer = Timer()
-    train = trainer(tmp_path, callbacks=[timer])
-    train.fit(Line(), loader())
+    train = fitted(tmp_path, callbacks=[timer])
     assert (train.global_step, timer.time_remaining) == (4, None)
     with pytest.raises(ConfigurationError, match="Two callbacks"):
         trainer(tmp_path, max_time={"hours": 1}, callbacks=[Timer()])
@@ -65,8 +63,7 @@ def test_max_time(tmp_path: Path) -> None:
 def test_fits_add_up(tmp_path: Path) -> None:
     """What a fit has taken counts in the next one, here or from a checkpoint; between them no time passes."""
     timer = Timer({"hours": 1})
-    train = trainer(tmp_path, callbacks=[timer])
-    train.fit(Line(), loader())
+    train = fitted(tmp_path, callbacks=[timer])
     first = timer.time_elapsed
     assert 0 < first == timer.time_elapsed < 60
     train.max_epochs = 2

@@ -78,8 +78,7 @@ def test_a_run_that_continues(tmp_path: Path, options: dict[str, Any]) -> None:
     """A checkpoint has the average for others, and both for a run that continues."""
     whole, continued = Noted(), Noted()
     saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
-    callbacks: list[Any] = [EMAWeightAveraging(decay=0.6), saving]
-    train = trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True, max_epochs=2, **options)
+    train = trainer(tmp_path, callbacks=[EMAWeightAveraging(decay=0.6), saving], max_epochs=2, **options)
     train.fit(whole, loader(), loader())
     path = tmp_path / "step=3.ckpt"
     saved = TorchCheckpointIO().load_checkpoint(path)
@@ -100,7 +99,7 @@ def test_weights_only(tmp_path: Path, options: dict[str, Any]) -> None:
         folder = tmp_path / name
         saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_weights_only=True, **cast(Any, moment))
         callbacks: list[Any] = [EMAWeightAveraging(decay=0.6, **options), saving]
-        module, options_of_run = Validated(), {"val_check_interval": 2, "enable_checkpointing": True}
+        module, options_of_run = Validated(), {"val_check_interval": 2}
         trainer(folder, callbacks=callbacks, **options_of_run).fit(module, loader(), loader())
         expected = averages(module.trained, 0.6)
         for path in folder.glob("*.ckpt"):
@@ -126,8 +125,7 @@ def test_a_failed_validation(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint(tmp_path: Path) -> None:
     """Without the number of averaged weights a run cannot continue."""
     saving = ModelCheckpoint(tmp_path, "own")
-    callbacks: list[Any] = [WeightAveraging(), saving]
-    trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True).fit(Noted(), loader())
+    trainer(tmp_path, callbacks=[WeightAveraging(), saving]).fit(Noted(), loader())
     path = saving.best_model_path
     checkpoint = TorchCheckpointIO().load_checkpoint(path)
     TorchCheckpointIO().save_checkpoint({**checkpoint, "averaging_state": {}}, path)
@@ -171,7 +169,7 @@ def test_buffers(tmp_path: Path) -> None:
     """Those that are not averaged are saved as they are then; all are shared as one value of a broadcast."""
     saving = ModelCheckpoint(tmp_path, "own")
     callbacks: list[Any] = [EMAWeightAveraging(use_buffers=False, update_every_n_steps=2), saving]
-    trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True).fit(Counting(), loader())
+    trainer(tmp_path, callbacks=callbacks).fit(Counting(), loader())
     saved = TorchCheckpointIO().load_checkpoint(saving.best_model_path)
     assert saved["state_dict"]["count"] == saved["current_model_state"]["count"] == 4
     shared: list[Any] = []

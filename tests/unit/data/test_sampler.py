@@ -156,11 +156,7 @@ def test_digest_of_the_order() -> None:
     digest, order = ahead.order_digest(), list(ahead)
     assert digest == ShardedSampler(order, 1, 0).order_digest()
     in_batches = BatchSampler(SequentialSampler(range(8)), 2, drop_last=False)
-    undrawn: list[Any] = [
-        RandomSampler(range(8)),
-        in_batches,
-        Unsized(lambda: range(7)),
-    ]  # one may have no end
+    undrawn: list[Any] = [RandomSampler(range(8)), in_batches, Unsized(lambda: range(7))]  # may be endless
     for each in undrawn:
         assert ShardedSampler(each, 2, 0).order_digest() is None
 

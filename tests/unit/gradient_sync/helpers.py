@@ -3,13 +3,16 @@
 import copy
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise import SingleDeviceStrategy, TrainingModule
+from rankwise.gradient_sync import register_ddp_comm_hook
 from tests.helpers.exactness import weights
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
 from tests.process.training_tasks import quiet_trainer
@@ -95,6 +98,48 @@ def assert_each(found: Sequence[Any], expected: Any, atol: float = 1e-12) -> Non
         assert_close(left, right, atol)
 
 
+class Layers(nn.Module):
+    """Three layers, some of them frozen, a scale that is in no module, and what tests add."""
+
+    def __init__(self, *frozen: str) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.first = nn.Linear(FEATURES, 4).double()
+        self.second = nn.Linear(4, 4).double()
+        self.last = nn.Linear(4, 1).double()
+        self.scale = [nn.Parameter(torch.ones((), dtype=torch.float64))]
+        self.extra: nn.Module | None = None
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.4, generator=generator)
+        for name in frozen:
+            self.get_submodule(name).requires_grad_(False)
+
+    def forward(self, samples: Tensor) -> Tensor:
+        hidden = torch.tanh(self.second(torch.tanh(self.first(samples))))
+        extra = 0.0 if self.extra is None else self.extra(samples)
+        result: Tensor = self.last(hidden) * self.scale[0] + extra
+        return result
+
+    def add_layer(self, offset: float = 0.0) -> nn.Module:
+        """Add a layer with the same values every time, but for the offset."""
+        self.extra = nn.Linear(FEATURES, 1).double()
+        for parameter in self.extra.parameters():
+            nn.init.constant_(parameter, 0.3 + offset)
+        return self.extra
+
+    def values(self) -> list[Tensor]:
+        """Return copies of all parameters, also of the one outside."""
+        return [parameter.detach().clone() for parameter in (*self.parameters(), *self.scale)]
+
+
+def step_by_hand(module: TrainingModule, loss: Tensor, **options: Any) -> None:
+    """Take a step of manual optimisation."""
+    optimizer: Any = module.optimizers()
+    optimizer.zero_grad()
+    module.manual_backward(loss, **options)
+    optimizer.step()
+
+
 class Sums(TrainingModule):
     """Fits the sums of samples by SGD, in automatic or in manual optimisation."""
 
@@ -108,42 +153,71 @@ class Sums(TrainingModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
-        return loss if self.automatic_optimization else self.step_by_hand(loss)
-
-    def step_by_hand(self, loss: Tensor, **options: Any) -> None:
-        """Take a step of manual optimisation."""
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss, **options)
-        optimizer.step()
+        return loss if self.automatic_optimization else step_by_hand(self, loss)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit_alone(module: TrainingModule, data: Any, weighting: str | None = None, **arguments: Any) -> Tensor:
+def registering(hook: str) -> type[ThreadedStrategy]:
+    """Return a strategy that registers a communication hook with the module that it has wrapped."""
+
+    class Registering(ThreadedStrategy):
+        def setup_module(self, module: nn.Module) -> nn.Module:
+            wrapped = super().setup_module(module)
+            register_ddp_comm_hook(wrapped, hook=hook)
+            return wrapped
+
+    return Registering
+
+
+def fit_alone(
+    module: TrainingModule,
+    data: Any,
+    weighting: str | None = None,
+    ckpt_path: Path | None = None,
+    **arguments: Any,
+) -> Tensor:
     """Fit in this process, one epoch if nothing else is said; return the weights."""
     strategy = SingleDeviceStrategy(gradient_weighting=weighting, accelerator="cpu")
-    quiet_trainer(strategy, 1, **{"max_epochs": 1, **arguments}).fit(module, data)
+    trainer = quiet_trainer(strategy, 1, **{"max_epochs": 1, **copy.deepcopy(arguments)})
+    trainer.fit(module, data, ckpt_path=ckpt_path)
     return weights(module)
 
 
-def fit_on_ranks(
+def fit_rank(
+    rank: int,
     modules: Sequence[TrainingModule],
     data: Any,
     options: dict[str, Any] | None = None,
     kind: type[ThreadedStrategy] = ThreadedStrategy,
+    ckpt_path: Path | None = None,
     **arguments: Any,
-) -> list[Tensor]:
-    """Fit each module on a rank, one epoch if nothing else is said; return each rank's weights.
+) -> Tensor:
+    """Fit a rank's module, one epoch if nothing else is said; return its weights.
 
-    The data are a loader or a function that returns a rank's, and the options are the strategy's.
+    The data are a loader or a function that returns a rank's, and the options are the strategy's. The
+    Trainer has copies of the arguments.
     """
+    strategy = kind(rank, len(modules), **(options or {}))
+    trainer = quiet_trainer(strategy, len(modules), **{"max_epochs": 1, **copy.deepcopy(arguments)})
+    trainer.fit(modules[rank], data(rank) if callable(data) else data, ckpt_path=ckpt_path)
+    return weights(modules[rank])
 
-    def fit(rank: int) -> Tensor:
-        strategy = kind(rank, len(modules), **(options or {}))
-        trainer = quiet_trainer(strategy, len(modules), **{"max_epochs": 1, **arguments})
-        trainer.fit(modules[rank], data(rank) if callable(data) else data)
-        return weights(modules[rank])
 
-    return run_ranks(len(modules), fit)
+def fit_on_ranks(modules: Sequence[TrainingModule], *details: Any, **more: Any) -> list[Tensor]:
+    """Fit each module on a rank as `fit_rank` does; return each rank's weights."""
+    return run_ranks(len(modules), lambda rank: fit_rank(rank, modules, *details, **more))
+
+
+def refused_on_ranks(
+    error: type[Exception], words: str, modules: Sequence[TrainingModule], *details: Any, **more: Any
+) -> str:
+    """Fit so, which every rank refuses with this error; return its text."""
+
+    def fit(rank: int) -> str:
+        with pytest.raises(error, match=words) as caught:
+            fit_rank(rank, modules, *details, **more)
+        return str(caught.value)
+
+    return run_ranks(len(modules), fit)[0]

@@ -13,110 +13,67 @@ from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync import tracking
 from rankwise.gradient_sync.tracking import TrainedSet
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
-from tests.unit.gradient_sync.helpers import FEATURES, batch
+from tests.unit.gradient_sync.helpers import Layers, batch, loss_of
 
 STEPS = 4
-Change = Callable[["Model", torch.optim.Optimizer, int], None]
+Change = Callable[[Layers, torch.optim.Optimizer, int], None]
 
 
-class Model(nn.Module):
-    """Four layers, some of them frozen, a scale that is in no module, and what tests add."""
+def switch(name: str, at: int, *, is_trained: bool) -> Change:
+    """Return a change that freezes or unfreezes a submodule before a step."""
 
-    def __init__(self, frozen: tuple[str, ...] = ()) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(5)
-        self.first = nn.Linear(FEATURES, 4).double()
-        self.second = nn.Linear(4, 4).double()
-        self.last = nn.Linear(4, 1).double()
-        self.scale = [nn.Parameter(torch.ones((), dtype=torch.float64))]
-        self.extra: nn.Module | None = None
-        for parameter in self.parameters():
-            nn.init.normal_(parameter, std=0.4, generator=generator)
-        for name in frozen:
-            self.get_submodule(name).requires_grad_(False)
-
-    def forward(self, samples: Tensor) -> Tensor:
-        hidden = torch.tanh(self.second(torch.tanh(self.first(samples))))
-        extra = 0.0 if self.extra is None else self.extra(samples)
-        result: Tensor = self.last(hidden) * self.scale[0] + extra
-        return result
-
-
-def unfreeze(name: str, at: int) -> Change:
-    """Return a change that unfreezes a submodule before a step."""
-
-    def change(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
+    def change(model: Layers, optimizer: torch.optim.Optimizer, step: int) -> None:
         if step == at:
-            model.get_submodule(name).requires_grad_(True)
+            model.get_submodule(name).requires_grad_(is_trained)
 
     return change
 
 
-def freeze(name: str, at: int) -> Change:
-    """Return a change that freezes a submodule before a step."""
-
-    def change(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
-        if step == at:
-            model.get_submodule(name).requires_grad_(False)
-
-    return change
-
-
-def add_layer(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
+def add_layer(model: Layers, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Add a layer before the second step, and train it."""
     if step == 1:
-        model.extra = nn.Linear(FEATURES, 1).double()
-        for parameter in model.extra.parameters():
-            nn.init.constant_(parameter, 0.3)
-        optimizer.add_param_group({"params": model.extra.parameters()})
+        optimizer.add_param_group({"params": model.add_layer().parameters()})
 
 
-def replace_layer(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
+def replace_layer(model: Layers, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Replace a layer by another one with the same values before the third step."""
     if step == 2:
         model.last = copy.deepcopy(model.last)
         optimizer.param_groups[0]["params"] = list(model.parameters())
 
 
-def add_scale(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Train, from the second step on, a parameter that is not in the module."""
-    if step == 1:
-        optimizer.add_param_group({"params": model.scale})
+def add_scale(at: int) -> Change:
+    """Return a change that trains, from a step on, a parameter that is not in the module."""
+
+    def change(model: Layers, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step == at:
+            optimizer.add_param_group({"params": model.scale})
+
+    return change
 
 
-def scale_from_the_start(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Train a parameter that is not in the module."""
-    if step == 0:
-        optimizer.add_param_group({"params": model.scale})
-
-
-def back_and_forth(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
+def back_and_forth(model: Layers, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Freeze and unfreeze layers alternately."""
     model.first.requires_grad_(step % 2 == 0)
     model.second.requires_grad_(step % 2 == 1)
 
 
 CASES: dict[str, tuple[tuple[str, ...], Change]] = {
-    "unfrozen": (("first",), unfreeze("first", 1)),
-    "unfrozen at the start": (("first",), unfreeze("first", 0)),
-    "frozen": ((), freeze("second", 2)),
+    "unfrozen": (("first",), switch("first", 1, is_trained=True)),
+    "unfrozen at the start": (("first",), switch("first", 0, is_trained=True)),
+    "frozen": ((), switch("second", 2, is_trained=False)),
     "a layer is added": ((), add_layer),
     "a layer is replaced": ((), replace_layer),
-    "a parameter outside": ((), scale_from_the_start),
-    "a parameter group outside": ((), add_scale),
+    "a parameter outside": ((), add_scale(0)),
+    "a parameter group outside": ((), add_scale(1)),
     "alternating": ((), back_and_forth),
-    "all unfrozen": (("first", "second", "last"), unfreeze("last", 1)),
+    "all unfrozen": (("first", "second", "last"), switch("last", 1, is_trained=True)),
 }
 
 
-def optimizer_of(model: Model) -> torch.optim.Optimizer:
+def optimizer_of(model: Layers) -> torch.optim.Optimizer:
     """Return an optimizer with a state."""
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def weights(model: Model) -> list[Tensor]:
-    """Return all parameters, also the one outside."""
-    return [parameter.detach().clone() for parameter in (*model.parameters(), *model.scale)]
 
 
 def samples_of(rank: int, step: int, microbatch: int) -> Tensor:
@@ -124,16 +81,10 @@ def samples_of(rank: int, step: int, microbatch: int) -> Tensor:
     return batch(rank, 10 * step + microbatch, 1 + rank + microbatch)
 
 
-def loss_of(model: Callable[[Tensor], Tensor], samples: Tensor) -> Tensor:
-    """Return a mean over samples."""
-    loss: Tensor = (model(samples) - samples.sum(dim=1, keepdim=True)).square().mean()
-    return loss
-
-
 def expected(case: str, accumulate: int, weighted: bool = False, change_at: int = 0) -> list[Tensor]:
     """Train one process by hand on the samples of two ranks."""
     frozen, change = CASES[case]
-    model = Model(frozen)
+    model = Layers(*frozen)
     optimizer = optimizer_of(model)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -148,7 +99,7 @@ def expected(case: str, accumulate: int, weighted: bool = False, change_at: int 
                 if loss.requires_grad:
                     loss.backward()
         optimizer.step()
-    return weights(model)
+    return model.values()
 
 
 def trained(
@@ -160,7 +111,7 @@ def trained(
 
     def run(rank: int) -> list[Tensor]:
         strategy = ThreadedStrategy(rank, 2, **arguments)
-        model = Model(frozen)
+        model = Layers(*frozen)
 
         def train(strategy: ThreadedStrategy) -> list[Tensor]:
             wrapped, optimizer = strategy.setup_module(model), optimizer_of(model)
@@ -180,7 +131,7 @@ def trained(
                         if loss.requires_grad:
                             (loss if weighted else loss / accumulate).backward()
                 strategy.optimizer_step(optimizer)
-            return weights(model)
+            return model.values()
 
         return strategy.launch(train)
 
@@ -230,7 +181,7 @@ def test_an_unknown_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_optimizers_are_numbered_alike_on_all_ranks() -> None:
     """A new optimizer may get the id of one that has ended, on some ranks."""
-    model = Model()
+    model = Layers()
     parameters, first = TrainedSet(model), torch.optim.SGD(model.scale, lr=0.1)
     parameters.read(model, [first])
     number, others = id(first), list[torch.optim.Optimizer]()

@@ -136,12 +136,8 @@ def test_ignored_parameters_stay_as_they_are() -> None:
         return [parameter.grad for parameter in model.parameters()]
 
     first, second = run_ranks(2, train)
-    assert [_same(left, right) for left, right in zip(first, second, strict=True)] == [
-        False,
-        True,
-        True,
-        True,
-    ]
+    are_same = [_same(left, right) for left, right in zip(first, second, strict=True)]
+    assert are_same == [False, True, True, True]
 
 
 @pytest.mark.parametrize("mode", ["single_auto_sync", "multi_auto_sync", "forced_sync"])

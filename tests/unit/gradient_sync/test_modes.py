@@ -149,10 +149,14 @@ def test_a_module_that_ddp_has_not_wrapped() -> None:
 
 
 def test_prepare_ddp_module() -> None:
-    """Composer's `_prepare_ddp_module`: a module without parameters to train is not wrapped."""
-    frozen = net().requires_grad_(False)
-    [plain] = on_ranks(1, lambda s, m: (type(m), len(list(m.parameters()))), frozen)
-    assert plain == (nn.Sequential, 4)
+    """Composer's `_prepare_ddp_module`: a module without parameters to train is not wrapped, nor averaged."""
+
+    def work(strategy: ThreadedStrategy, plain: nn.Module) -> tuple[type, list[Any]]:
+        with strategy.gradient_sync_context(plain):
+            plain(batch(0))
+        return type(plain), [parameter.grad for parameter in plain.parameters()]
+
+    assert on_ranks(2, work, net().requires_grad_(False)) == [(nn.Sequential, [None] * 4)] * 2
     strategy = ThreadedStrategy(0, 1)
     with pytest.raises(LifecycleError, match="a process group"):
         strategy.launch(lambda s: s.setup_module(net()))

@@ -1,6 +1,7 @@
 """Unused parameters: their names by rank, and the cost of looking for them."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,9 @@ class Heads(nn.Module):
         return total
 
 
-def use(heads_by_rank: tuple[tuple[str, ...], ...], steps: int, **arguments: object) -> list[object]:
+def use(
+    heads_by_rank: tuple[tuple[str, ...], ...], steps: int, model: nn.Module | None = None, **arguments: Any
+) -> list[object]:
     """Run some steps in which each rank uses some heads."""
 
     def work(strategy: ThreadedStrategy, wrapped: nn.Module) -> None:
@@ -37,7 +40,7 @@ def use(heads_by_rank: tuple[tuple[str, ...], ...], steps: int, **arguments: obj
             with strategy.gradient_sync_context(wrapped):
                 wrapped(batch(0), heads_by_rank[strategy.global_rank]).backward()
 
-    return on_ranks(len(heads_by_rank), work, Heads(), **arguments)
+    return on_ranks(len(heads_by_rank), work, model or Heads(), **arguments)
 
 
 def test_they_are_named_by_rank() -> None:
@@ -91,13 +94,7 @@ def test_ignored_parameters_may_be_unused() -> None:
     """Parameters in `_ddp_params_and_buffers_to_ignore` may be unused, and are not averaged."""
     model = Heads()
     model._ddp_params_and_buffers_to_ignore = ["second.weight"]  # type: ignore[assignment]  # torch's way
-
-    def work(strategy: ThreadedStrategy, wrapped: nn.Module) -> None:
-        for _ in range(2):
-            with strategy.gradient_sync_context(wrapped):
-                wrapped(batch(0), ("first",)).backward()
-
-    on_ranks(2, work, model)
+    use((("first",), ("first",)), 2, model)
 
 
 def test_nothing_but_ignored_parameters_to_train() -> None:
@@ -106,19 +103,6 @@ def test_nothing_but_ignored_parameters_to_train() -> None:
     names = [name for name, _ in model.named_parameters()]
     model._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]  # torch's way
     assert on_ranks(2, lambda s, m: type(m), model) == [nn.Sequential] * 2
-
-
-def test_a_model_with_nothing_to_train() -> None:
-    """A module without trainable parameters is not wrapped, and its steps average nothing."""
-    model = net().requires_grad_(False)
-
-    def work(strategy: ThreadedStrategy, wrapped: nn.Module) -> type:
-        with strategy.gradient_sync_context(wrapped):
-            wrapped(batch(0))
-        return type(wrapped)
-
-    assert on_ranks(2, work, model) == [nn.Sequential] * 2
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_dtensors_are_refused() -> None:

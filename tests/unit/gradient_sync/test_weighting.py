@@ -13,7 +13,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
-    IterableDataset,
     SequentialSampler,
     TensorDataset,
     default_collate,
@@ -36,6 +35,7 @@ from tests.unit.gradient_sync.helpers import (
     net,
     on_ranks,
 )
+from tests.unit.trainer.helpers import Stream
 
 SIZES = ((4, 1), (3, 2), (0, 5))  # of each rank's two microbatches
 
@@ -259,14 +259,25 @@ def test_a_wrapper_around_a_copy() -> None:
     assert_each(run_ranks(2, run), expected_of(net()))
 
 
-def test_a_loss_without_weight() -> None:
-    """A loss without weight is an error in the same step."""
+@pytest.mark.parametrize(
+    ("loss", "error", "words"),
+    [
+        (lambda _, wrapped: loss_of(wrapped, batch(0)), ConfigurationError, "has no weight"),
+        (
+            lambda strategy, _: strategy.weighted_loss(torch.ones((), requires_grad=True), 1),
+            ProcessGroupError,
+            "reached no parameter",
+        ),
+    ],
+)
+def test_losses_that_are_refused(loss: Any, error: type[Exception], words: str) -> None:
+    """One without a weight, and one past the module, whose weight would count in the next step."""
 
     def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> None:
         with strategy.gradient_sync_context(wrapped):
-            loss_of(wrapped, batch(0)).backward()
+            loss(strategy, wrapped).backward()
 
-    with pytest.raises(ConfigurationError, match="has no weight"):
+    with pytest.raises(error, match=words):
         on_ranks(1, train, net(), gradient_weighting="logged")
 
 
@@ -280,17 +291,6 @@ def test_wrong_names_and_weights() -> None:
             strategy.weighted_loss(torch.ones(()), wrong)
     with pytest.raises(ConfigurationError, match="nothing asks for weights"):
         DDPStrategy().weighted_loss(torch.ones(()), 1)
-
-
-def test_a_loss_that_bypasses_the_module() -> None:
-    """It is an error, because its weight would be averaged with the other ranks' next step."""
-
-    def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> None:
-        with strategy.gradient_sync_context(wrapped):
-            strategy.weighted_loss(torch.ones((), requires_grad=True), 1).backward()
-
-    with pytest.raises(ProcessGroupError, match="reached no parameter"):
-        on_ranks(1, train, net(), gradient_weighting="logged")
 
 
 # ------------------------------------------------------------------------------------------- the Trainer
@@ -388,17 +388,15 @@ def test_one_process_that_accumulates(weighting: str, says: str) -> None:
     torch.testing.assert_close(found, by_hand(7, 1, 2, 2), rtol=0, atol=1e-12)
 
 
-class Stream(IterableDataset[Tensor]):
-    """An iterable data set without length."""
-
-    def __iter__(self) -> Any:
-        return iter(dataset(5).tensors[0])
-
-
 def test_unknown_batch_sizes_are_refused() -> None:
     """The batch sizes of an iterable data set are unknown: the error says to log them."""
     with pytest.raises(ConfigurationError, match="log_weight"):
-        fit_alone(Fit(), DataLoader(Stream(), batch_size=2), "samples", accumulate_grad_batches=2)
+        fit_alone(
+            Fit(),
+            DataLoader(Stream(dataset(5).tensors[0]), batch_size=2),
+            "samples",
+            accumulate_grad_batches=2,
+        )
 
 
 def some_of(count: int, samples: list[Any]) -> Any:

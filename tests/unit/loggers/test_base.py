@@ -22,7 +22,7 @@ from rankwise.loggers import (
 )
 from rankwise.loggers.base import NoExperiment, finalize_all
 from rankwise.ranks import rank_zero_only
-from tests.unit.trainer.helpers import Line, loader, trainer
+from tests.unit.trainer.helpers import Failing, Line, loader, trainer
 
 
 class Recording(Logger):
@@ -50,15 +50,6 @@ class Recording(Logger):
         self.calls.append(status)
         if self.error is not None:
             raise self.error
-
-
-class Failing(Line):
-    """Raises in its second step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx:
-            raise ValueError("step")
-        return super().training_step(batch, batch_idx)
 
 
 def test_a_logger_of_the_users(tmp_path: Path) -> None:
@@ -107,8 +98,8 @@ def test_experiment_on_other_ranks(tmp_path: Path) -> None:
 def test_a_failed_stage(tmp_path: Path) -> None:
     """Every logger is finalized as failed, and what was logged before is written."""
     csv, own = CSVLogger(tmp_path, version=0), Recording()
-    with pytest.raises(ValueError, match="step"):
-        trainer(tmp_path, logger=[csv, own], log_every_n_steps=1).fit(Failing(), loader(8, 2))
+    with pytest.raises(ValueError, match="broken"):
+        trainer(tmp_path, logger=[csv, own], log_every_n_steps=1).fit(Failing(at=1), loader(8, 2))
     assert own.calls[-1] == "failed"
     assert (Path(csv.log_dir) / "metrics.csv").read_text().count("\n") == 2
 
@@ -132,8 +123,8 @@ def test_a_logger_that_cannot_be_finalized(tmp_path: Path, caplog: pytest.LogCap
     with pytest.raises(OSError, match="disk full"):
         finalize_all([first, second, second], "success")
     assert second.calls == ["success"]
-    with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match="step"):
-        trainer(tmp_path, logger=first).fit(Failing(), loader(8, 2))
+    with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match="broken"):
+        trainer(tmp_path, logger=first).fit(Failing(at=1), loader(8, 2))
     assert "disk full" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""Hyper parameters as loggers write them."""
+"""Hyper parameters and images as loggers write them."""
 
 from argparse import Namespace
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rankwise.loggers.values import flat_parameters, nested_parameters
+from rankwise.loggers.values import flat_parameters, image_array, nested_parameters
 
 
 @dataclass
@@ -58,3 +58,12 @@ def test_nested() -> None:
         lists = [lists, lists]
     nested = nested_parameters({"x": lists})["x"]
     assert nested[0] is nested[1]
+
+
+def test_images() -> None:
+    """A tensor's channels come first and are moved to the end; arrays stay as they are."""
+    image = torch.arange(6.0).reshape(1, 2, 3)
+    assert image_array(image.requires_grad_()).shape == (2, 3, 1)
+    assert image_array(image[0]).shape == (2, 3)
+    array = np.zeros((2, 3, 4))
+    assert image_array(array) is array

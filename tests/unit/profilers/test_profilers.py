@@ -18,7 +18,7 @@ from rankwise.profilers import (
     SimpleProfiler,
     create_profiler,
 )
-from tests.unit.trainer.helpers import Line, loader, trainer
+from tests.unit.trainer.helpers import Failing, Line, fitted, loader, trainer
 
 
 class Notes(Profiler):
@@ -96,8 +96,7 @@ def test_the_actions_of_a_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_the_actions_of_other_stages(tmp_path: Path, stage: str) -> None:
     """Their batches and steps are counted, of that stage only."""
     profiler, kind = SimpleProfiler(), stage.replace("validate", "validation")
-    train = trainer(tmp_path, profiler=profiler)
-    train.fit(Line(), loader())
+    train = fitted(tmp_path, profiler=profiler)
     getattr(train, stage)(Line(), loader())
     counts = {action: len(durations) for action, durations in profiler.recorded_durations.items()}
     names = (f"run_{kind}_batch", f"{kind}_step", "batch_to_device")
@@ -119,20 +118,12 @@ def test_a_profiler_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == ""
 
 
-class Breaks(Line):
-    """Fails in the first step."""
-
-    @override
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        raise ValueError("broken")
-
-
 def test_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What was started is stopped, and the strategy's methods are its own again."""
     profiler = SimpleProfiler()
     train = trainer(tmp_path, profiler=profiler)
     with pytest.raises(ValueError, match="broken"):
-        train.fit(Breaks(), loader())
+        train.fit(Failing(), loader())
     assert (profiler.current_actions, capsys.readouterr().out) == ({}, "")
     assert "backward" not in vars(train.strategy)
     train.fit(Line(), loader())
@@ -181,8 +172,7 @@ def test_functions_of_a_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_torchs_profiler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Operators and actions of three batches are in a table and a trace; that none was measured is said."""
     profiler = PyTorchProfiler(tmp_path, "ops", row_limit=50)
-    train = trainer(tmp_path, profiler=profiler, max_epochs=2)
-    train.fit(Line(), loader())
+    train = fitted(tmp_path, profiler=profiler, max_epochs=2)
     train.validate(Line(), loader(10))
     for stage, action in (("fit", "training_step"), ("validate", "validation_step")):
         table = (tmp_path / f"{stage}-ops-0.txt").read_text()

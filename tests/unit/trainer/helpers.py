@@ -2,18 +2,22 @@
 
 import contextvars
 import copy
+import importlib.util
 import pickle
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from typing_extensions import override
 
-from rankwise.callbacks import Callback
+from rankwise.callbacks import Callback, LambdaCallback, ModelCheckpoint
+from rankwise.checkpoint import TorchCheckpointIO
 from rankwise.environments import ClusterEnvironment
 from rankwise.launchers import Launcher
 from rankwise.launchers.context import WorkerContext
@@ -72,6 +76,39 @@ class Line(TrainingModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
+class Duel(Line):
+    """Two layers, an optimizer for each, and a step that a test may replace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = nn.Linear(2, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        for optimizer, layer in ((first, self.layer), (second, self.other)):
+            optimizer.zero_grad()
+            self.manual_backward(nn.functional.mse_loss(layer(batch[0]), batch[1]))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.layer, self.other)]
+
+
+class Failing(Line):
+    """Raises in the training step of a batch."""
+
+    def __init__(self, at: int = 0) -> None:
+        super().__init__()
+        self.at = at
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == self.at:
+            raise ValueError("broken")
+        return super().training_step(batch, batch_idx)
+
+
 def samples(count: int = 8) -> TensorDataset:
     """Return `count` samples; the first feature is the sample's number."""
     x = torch.stack([torch.arange(count, dtype=torch.float32), torch.ones(count)], dim=1) / count
@@ -84,43 +121,96 @@ def loader(count: int = 8, batch_size: int = 2, **options: Any) -> DataLoader[tu
 
 
 def trainer(folder: Path, **options: Any) -> Trainer:
-    """Return a trainer for this process alone that logs and saves nothing unless told."""
+    """Return a trainer for this process alone that logs and saves nothing unless told.
+
+    A `ModelCheckpoint` among the callbacks saves.
+    """
+    callbacks = options.get("callbacks")
+    given = callbacks if isinstance(callbacks, Sequence) else [callbacks]
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "strategy": "single_device",
         "devices": 1,
         "max_epochs": 1,
         "logger": False,
-        "enable_checkpointing": False,
+        "enable_checkpointing": any(isinstance(each, ModelCheckpoint) for each in given),
         "enable_progress_bar": False,
         "default_root_dir": folder,
     }
     return Trainer(**{**defaults, **options})
 
 
-def fitted(folder: Path, model: TrainingModule | None = None, **options: Any) -> Trainer:
-    """Return a trainer that has fitted a module or a `Line`."""
+def fitted(folder: Path, model: TrainingModule | None = None, *data: Any, **options: Any) -> Trainer:
+    """Return a trainer that has fitted a module or a `Line`, to `loader()` if nothing else is given."""
     train = trainer(folder, **options)
-    train.fit(model or Line(), loader())
+    train.fit(model or Line(), *(data or [loader()]))
     return train
 
 
-def saved(folder: Path, model: TrainingModule | None = None, **options: Any) -> Path:
+def saved(folder: Path, model: TrainingModule | None = None, *data: Any, **options: Any) -> Path:
     """Return the path of a checkpoint that such a trainer has saved."""
     path = folder / "saved.ckpt"
-    fitted(folder, model, **options).save_checkpoint(path)
+    fitted(folder, model, *data, **options).save_checkpoint(path)
     return path
 
 
-class SavesEachStep(Callback):
-    """Saves a checkpoint with the name of the step."""
+class Stream(IterableDataset[Any]):
+    """Has these items, but neither their number nor indices."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, items: Any) -> None:
+        self.items = list(items)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+
+def saving_each_step(folder: Path) -> Callback:
+    """Return a callback that saves a checkpoint with the name of the step."""
+
+    def save(trainer: Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(folder / f"{trainer.global_step}.ckpt")
+
+    return LambdaCallback(on_train_batch_end=save)
+
+
+def without_package(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    """Let a package not be found, for the rest of a test."""
+    find = importlib.util.find_spec
+
+    def find_others(name: str, *rest: Any) -> Any:
+        return None if name == missing else find(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_others)
+
+
+class SlowIO(TorchCheckpointIO):  # type: ignore[misc]  # one that differs from the real one in this alone
+    """Takes its time."""
 
     @override
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any) -> None:
+        time.sleep(0.2)
+        super().save_checkpoint(checkpoint, path)
+
+
+def noting(owner: Any, letter: str, calls: Iterable[str], seen: list[str]) -> Any:
+    """Let methods note their calls: those of `calls` that begin with the owner's letter."""
+    base = type(owner)
+
+    def noted(name: str) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(f"{letter} {name}")
+            return getattr(base, name)(self, *args, **kwargs)
+
+        return method
+
+    names = {each[2:] for each in calls if each[0] == letter}
+    owner.__class__ = type(base.__name__, (base,), {name: noted(name) for name in names})
+    return owner
+
+
+def calls_in(text: str) -> list[str]:
+    """Return the calls that a text lists."""
+    return [each.strip() for each in text.replace("\n", " ").split(",")]
 
 
 class WithSecondRank(Strategy):
@@ -172,10 +262,10 @@ def sent_back(work: Callable[[], T], mine: nn.Module, context: LoopContext | Non
             return value
 
 
-def fit_elsewhere(train: Trainer, model: Line, their_model: Any = None) -> None:
+def fit_elsewhere(train: Trainer, model: TrainingModule, their_model: Any = None, data: Any = None) -> None:
     """Fit as spawn does: copies of trainer and module train, and their state is restored here."""
     their_train, their_copy = pickle.loads(pickle.dumps((train, None if their_model else model)))
-    stage = Stage(StageLoaders("fit", {"train": loader(), "validate": None}), seed=0)
+    stage = Stage(StageLoaders("fit", {"train": data or loader(), "validate": None}), seed=0)
     train._set_module(model, "fit")
     strategy = copy.copy(train.strategy)
     strategy.precision = pickle.loads(pickle.dumps(strategy.precision))

@@ -44,6 +44,7 @@ NODES = {"NODE_RANK": "0", "NNODES": "1", "MASTER_ADDR": "localhost", "MASTER_PO
         *(("enable_checkpointing", "yes"), ("enable_progress_bar", "no"), ("use_distributed_sampler", None)),
         *(("on_nonfinite", "stop"), ("uneven_inputs", "joint"), ("deterministic", "maybe")),
         *(("benchmark", "yes"), ("sync_batchnorm", 2), ("num_sanity_val_steps", -2)),
+        *(("model_registry", "name"), ("min_steps", -1), ("overfit_batches", 1.5), ("inference_mode", None)),
         *(("val_check_interval", 0), ("val_check_interval", "ten minutes")),
         *(("val_check_interval", {"minute": 1}), ("val_check_interval", timedelta(seconds=-1))),
     ],
@@ -219,9 +220,7 @@ def test_the_strategys_own_parts(tmp_path: Path) -> None:
 def test_default_callbacks_and_loggers(tmp_path: Path) -> None:
     """A progress bar, a checkpoint as the last callback and a CSV logger are there by default."""
     own = Callback()
-    train = trainer(
-        tmp_path, callbacks=[ModelCheckpoint(), own], enable_checkpointing=True, enable_progress_bar=None
-    )
+    train = trainer(tmp_path, callbacks=[ModelCheckpoint(), own], enable_progress_bar=None)
     assert [type(callback) for callback in train.callbacks] == [Callback, TQDMProgressBar, ModelCheckpoint]
     for default in (True, None):
         train = trainer(tmp_path, enable_checkpointing=default, logger=default)

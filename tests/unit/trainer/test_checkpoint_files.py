@@ -85,7 +85,7 @@ def test_last_of_several_runs_in_one_folder(tmp_path: Path) -> None:
 def last_in(folder: Path) -> dict[str, Any]:
     """Return options of a trainer that writes nothing but its last checkpoint."""
     saving = ModelCheckpoint(folder, save_top_k=0, save_last=True)
-    return {"callbacks": saving, "enable_checkpointing": True, "logger": False}
+    return {"callbacks": saving, "logger": False}
 
 
 @pytest.mark.parametrize("has_callback", [False, True])
@@ -113,7 +113,7 @@ def test_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train.default_root_dir = "~/other"
     assert train.default_root_dir == str(tmp_path / "home" / "other")
     for path in ("~/mine.ckpt", Path("~/saved/last.ckpt")):
-        again = trainer(Path("~/root"), callbacks=ModelCheckpoint("~/saved"), enable_checkpointing=True)
+        again = trainer(Path("~/root"), callbacks=ModelCheckpoint("~/saved"))
         again.test(Line(), loader(), ckpt_path=path)
     TorchCheckpointIO().remove_checkpoint("~/mine.ckpt")
     assert not (tmp_path / "home" / "mine.ckpt").exists()
@@ -125,7 +125,7 @@ def savers(folder: Path, *monitors: str | None) -> dict[str, Any]:
         ModelCheckpoint(folder / str(number), monitor=monitor, every_n_epochs=1 + (monitor is None))
         for number, monitor in enumerate(monitors)
     ]
-    return {"callbacks": callbacks, "enable_checkpointing": True}
+    return {"callbacks": callbacks}
 
 
 def test_best_by_a_metric(tmp_path: Path) -> None:
@@ -192,9 +192,9 @@ def test_an_ambiguous_best(tmp_path: Path, monitors: tuple[str | None, ...]) -> 
 def test_callbacks_that_are_gone(tmp_path: Path) -> None:
     """A warning names the callbacks of the checkpoint whose state no callback takes."""
     callbacks = [EarlyStopping("loss", patience=9), ModelCheckpoint(tmp_path, save_last=True)]
-    fitted(tmp_path, callbacks=callbacks, enable_checkpointing=True)
+    fitted(tmp_path, callbacks=callbacks)
     changed = [EarlyStopping("loss", mode="max", patience=9), callbacks[1]]
-    train = trainer(tmp_path, max_epochs=2, callbacks=changed, enable_checkpointing=True)
+    train = trainer(tmp_path, max_epochs=2, callbacks=changed)
     with pytest.warns(UserWarning, match=r"does not have: EarlyStopping\(monitor='loss', mode='min'\)\. It"):
         train.fit(Line(), loader(), ckpt_path="last")
 
@@ -238,12 +238,11 @@ def test_a_restart_finds_what_a_stop_has_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, callbacks: Any
 ) -> None:
     """Ranks that a signal stopped continue from that checkpoint, with or without a ModelCheckpoint."""
-    options = {"callbacks": callbacks, "enable_checkpointing": callbacks is not None}
-    stopped(tmp_path, **options)
-    assert restarted(tmp_path, monkeypatch, **options) == "last.ckpt"
+    stopped(tmp_path, callbacks=callbacks)
+    assert restarted(tmp_path, monkeypatch, callbacks=callbacks) == "last.ckpt"
 
 
-class ReplacedWhenRead(CheckpointIO):
+class ReplacedWhenRead(TorchCheckpointIO):  # type: ignore[misc]  # differs from the real one in this alone
     """Replaces a checkpoint by a newer one, once it is read, and calls a function."""
 
     def __init__(self, newer: Path, then: Callable[[], None]) -> None:
@@ -251,17 +250,11 @@ class ReplacedWhenRead(CheckpointIO):
         self.then = then
 
     def load_checkpoint(self, path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
-        loaded = TorchCheckpointIO().load_checkpoint(path, map_location)
+        loaded = super().load_checkpoint(path, map_location)
         if self.newer.exists():
             self.newer.replace(path)
             self.then()
         return loaded
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
-        TorchCheckpointIO().save_checkpoint(checkpoint, path)
-
-    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        TorchCheckpointIO().remove_checkpoint(path)
 
 
 class Beginning(Line):

@@ -53,7 +53,7 @@ def test_hyper_parameters_that_could_not_be_loaded_are_refused_beforehand(
     model = Line()
     model.hparams = {"lr": 0.1, "data": {"until": dt.date(2020, 1, 2)}}
     saving = ModelCheckpoint(tmp_path / "here")
-    train = trainer(tmp_path, callbacks=saving, enable_checkpointing=True, plugins=plugins)
+    train = trainer(tmp_path, callbacks=saving, plugins=plugins)
     place = r"checkpoint\['hyper_parameters'\]\['data'\]\['until'\] \(datetime.date\)"
     with pytest.raises(CheckpointError, match=rf"/here.*cannot be written.*{place}(?s:.*)str\(date\)"):
         train.fit(model, loader())
@@ -92,7 +92,7 @@ def test_hyper_parameters_that_no_checkpoint_gets_may_be_anything(
     """They are accepted if nothing is saved, or if a hook makes them plain."""
     trained = model()
     trained.hparams = {"until": dt.date(2020, 1, 2)}
-    fitted(tmp_path, trained, callbacks=callbacks, enable_checkpointing=bool(callbacks), **options)
+    fitted(tmp_path, trained, callbacks=callbacks, **options)
     assert trained.seen
 
 
@@ -161,7 +161,7 @@ def test_checkpoint_at_the_end_of_an_epoch(tmp_path: Path, which: str) -> None:
     """A checkpoint from the end of an epoch continues with the next epoch."""
     whole, model, saving = WithMomentum(), WithMomentum(), ModelCheckpoint(tmp_path, save_last=True)
     fitted(tmp_path, whole, max_epochs=3)
-    first = fitted(tmp_path, model, max_epochs=2, enable_checkpointing=True, callbacks=saving)
+    first = fitted(tmp_path, model, max_epochs=2, callbacks=saving)
     first.max_epochs = 3
     first.fit(model, loader(), ckpt_path=which)
     assert torch.equal(model.layer.weight, whole.layer.weight)
@@ -209,7 +209,7 @@ def test_callbacks_in_an_evaluation(tmp_path: Path, stage: str) -> None:
     first = LambdaCallback(
         on_train_epoch_end=lambda runs, _: runs.current_epoch or runs.save_checkpoint(path)
     )
-    train = fitted(tmp_path, callbacks=[first, counts, saving], max_epochs=2, enable_checkpointing=True)
+    train = fitted(tmp_path, callbacks=[first, counts, saving], max_epochs=2)
     best = saving.best_model_path
     assert counts.count == 8
     getattr(train, stage)(Line(), loader(), ckpt_path=path)

@@ -22,8 +22,7 @@ from rankwise.process_group.rank_comparison import differences
 from rankwise.strategies.agreement import check_ranks_agree, fingerprint_of
 from rankwise.strategies.data_split import agree_on_loaders, fingerprint_of_loaders
 from rankwise.trainer.consistency import fingerprint_of_checkpoint
-from tests.helpers.threaded import ThreadedStrategy, run_ranks
-from tests.process.training_tasks import quiet_trainer
+from tests.unit.gradient_sync.helpers import fit_on_ranks
 from tests.unit.trainer.helpers import (
     Line,
     WithSecondRank,
@@ -142,15 +141,13 @@ def test_ranks_that_do_not_find_the_same_checkpoint(tmp_path: Path) -> None:
 def test_ranks_that_split_their_data_otherwise(is_nested: bool) -> None:
     """Each rank of an unseeded script has another random split, which is an error before the first batch."""
 
-    def fit(rank: int) -> None:
+    def data(rank: int) -> Any:
         subset: Any = random_split(samples(), [6, 2], generator=torch.Generator().manual_seed(rank))[0]
-        data = Subset(ConcatDataset([subset, subset]), range(8)) if is_nested else subset
-        strategy = ThreadedStrategy(rank, 2)
-        quiet_trainer(strategy, 2, max_epochs=1).fit(Line(), DataLoader(data, 2))
+        return DataLoader(Subset(ConcatDataset([subset, subset]), range(8)) if is_nested else subset, 2)
 
     says = r"which samples the training loader has: indices .* on global_rank 0; (.|\n)*seed_everything\(1\)"
     with pytest.raises(RankMismatchError, match=says):
-        run_ranks(2, fit)
+        fit_on_ranks([Line(), Line()], data)
 
 
 def test_loaders_that_are_dealt_out_have_one_length() -> None:

@@ -1,19 +1,19 @@
 """Checkpoints that somebody else has made or changed: what does not fit is an error, and no file is lost."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from rankwise.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from rankwise.checkpoint import AsyncCheckpointIO
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.strategies import SingleDeviceStrategy
-from tests.unit.trainer.helpers import Line, fitted, loader, samples, trainer
+from tests.unit.trainer.helpers import Line, Stream, fitted, loader, samples, trainer
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -97,7 +97,7 @@ class Logging(Line):
 
 def first_run(folder: Path) -> dict[str, Any]:
     """Fit one epoch, and return its checkpoint."""
-    fitted(folder, Logging(), callbacks=_callbacks(folder), enable_checkpointing=True)
+    fitted(folder, Logging(), callbacks=_callbacks(folder))
     checkpoint: dict[str, Any] = torch.load(folder / "last.ckpt", weights_only=True)
     return checkpoint
 
@@ -112,7 +112,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
 def resume(folder: Path, checkpoint: dict[str, Any], path: Path, **options: Any) -> None:
     """Continue from a checkpoint for another epoch."""
     torch.save(checkpoint, path)
-    options = {"callbacks": _callbacks(folder), "enable_checkpointing": True, **options}
+    options = {"callbacks": _callbacks(folder), **options}
     trainer(path.parent, max_epochs=2, **options).fit(Logging(), loader(), ckpt_path=path)
 
 
@@ -138,20 +138,13 @@ def test_a_loss_scale_that_no_fit_has_written(
         resume(written[0], checkpoint, tmp_path / "changed.ckpt", precision="16-mixed")
 
 
-class Stream(IterableDataset[tuple[torch.Tensor, ...]]):
-    """Has no indices, so that a run which continues reads what is done again."""
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
-        return iter(samples(4))
-
-
 def test_more_batches_than_the_data_have(written: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """Reading again ends with the data, whatever number of batches the file says."""
     checkpoint = copy.deepcopy(written[1])
     checkpoint["callbacks"] = {}
     checkpoint["loops"].update(batches_done=10**12, samples_done=10**12, is_epoch_done=False)
     torch.save(checkpoint, tmp_path / "changed.ckpt")
-    data = DataLoader(Stream(), batch_size=1)
+    data = DataLoader(Stream(samples(4)), batch_size=1)
     with pytest.raises(ConfigurationError, match="no batch after the 1000000000000 of an earlier run"):
         trainer(tmp_path, max_epochs=2).fit(Logging(), data, ckpt_path=tmp_path / "changed.ckpt")
 
@@ -218,7 +211,7 @@ def test_a_folder_given_by_a_relative_path(
     for epochs in (1, 2):
         saving = ModelCheckpoint(folder, filename)
         path = None if epochs == 1 else next(tmp_path.rglob("*.ckpt"))
-        options = {"callbacks": [saving], "enable_checkpointing": True, "max_epochs": epochs}
+        options = {"callbacks": [saving], "max_epochs": epochs}
         trainer(tmp_path, **options).fit(Line(), loader(), ckpt_path=path)
     assert len(list(tmp_path.rglob("*.ckpt"))) == 1
 
@@ -226,7 +219,7 @@ def test_a_folder_given_by_a_relative_path(
 def test_the_error_of_a_thread_is_not_lost(tmp_path: Path) -> None:
     """Who reads whether a file is the run's waits for earlier saves, and raises what they have raised."""
     first, saving = ModelCheckpoint(tmp_path), ModelCheckpoint(tmp_path)
-    fitted(tmp_path, callbacks=first, enable_checkpointing=True)
+    fitted(tmp_path, callbacks=first)
     saving.load_state_dict(first.state_dict())
     strategy = SingleDeviceStrategy(checkpoint_io=AsyncCheckpointIO())
     (tmp_path / "file").touch()

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.utils.data import WeightedRandomSampler
 from typing_extensions import override
 
-from rankwise.callbacks import Callback, ModelCheckpoint, ModelSummary
-from rankwise.errors import ConfigurationError, InvalidArgumentError
+from rankwise.callbacks import Callback, LambdaCallback, ModelCheckpoint, ModelSummary
+from rankwise.errors import ConfigurationError
 from rankwise.loggers import CSVLogger, Logger
 from rankwise.trainer import Trainer
 from rankwise.trainer.loops import validation
-from tests.unit.trainer.helpers import Line, fitted, loader, trainer
+from tests.unit.trainer.helpers import Line, fitted, loader, saved, trainer
 
 # The parameters of lightning.pytorch.Trainer.__init__ of version 2.6, and their defaults.
 LIGHTNING_DEFAULTS: dict[str, Any] = {
@@ -56,16 +56,6 @@ def test_the_defaults_are_lightnings() -> None:
     assert (train.limit_train_batches, train.log_every_n_steps, train.deterministic) == (1.0, 50, False)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("model_registry", "name"), ("min_steps", -1), ("overfit_batches", 1.5), ("inference_mode", None)],
-)
-def test_a_value_without_effect_is_refused(tmp_path: Path, name: str, value: Any) -> None:
-    """The error names the argument."""
-    with pytest.raises(InvalidArgumentError, match=name):
-        trainer(tmp_path, **{name: value})
-
-
 def test_sequences_that_are_no_lists(tmp_path: Path) -> None:
     """Callbacks, loggers, plugins and devices may be in any sequence."""
     callback, logger = Callback(), CSVLogger(tmp_path)
@@ -85,20 +75,13 @@ def test_the_model_summary(tmp_path: Path, given: bool | None, is_there: bool) -
     assert trainer(tmp_path, callbacks=own, enable_model_summary=given).callbacks == [own]
 
 
-class StopsAtOnce(Callback):
-    """Wants to stop after the first batch."""
-
-    @override
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        trainer.should_stop = True
-
-
 @pytest.mark.parametrize(
     ("options", "steps"), [({}, 1), ({"min_steps": 6}, 6), ({"min_steps": 2, "min_epochs": 2}, 8)]
 )
 def test_min_steps(tmp_path: Path, options: dict[str, Any], steps: int) -> None:
     """Training goes on until `min_steps` and `min_epochs` are done."""
-    assert fitted(tmp_path, callbacks=StopsAtOnce(), max_epochs=3, **options).global_step == steps
+    stopping = LambdaCallback(on_train_batch_end=lambda train, *_: setattr(train, "should_stop", True))
+    assert fitted(tmp_path, callbacks=stopping, max_epochs=3, **options).global_step == steps
 
 
 class SeesSamples(Line):
@@ -258,10 +241,7 @@ def test_validation_counted_over_epochs(tmp_path: Path, interval: int, expected:
 def test_validation_counted_over_epochs_continues(tmp_path: Path) -> None:
     """A second fit goes on counting, from a checkpoint too."""
     options = {"check_val_every_n_epoch": None, "val_check_interval": 6}
-    first, path = trainer(tmp_path, **options), tmp_path / "first.ckpt"
-    first.fit(Line(), loader(), loader(count=2))
-    first.save_checkpoint(path)
-    model = Line()
+    model, path = Line(), saved(tmp_path, None, loader(), loader(count=2), **options)
     trainer(tmp_path, max_epochs=2, **options).fit(model, loader(), loader(count=2), ckpt_path=path)
     assert model.seen == ["train 0", "train 1", "validate 0", "train 2", "train 3"]
 

@@ -59,11 +59,8 @@ def rows(
 ) -> list[Row]:
     """Fit four batches, validate three of each loader within it and once after it; return the lines."""
     validation: list[DataLoader[Any]] = [loader(6)] * loaders
-    train, module = (
-        trainer(folder, logger=CSVLogger(folder), **{"log_every_n_steps": 1, **options}),
-        kind(log),
-    )
-    train.fit(module, loader(), validation)
+    module, options = kind(log), {"log_every_n_steps": 1, **options}
+    train = fitted(folder, module, loader(), validation, logger=CSVLogger(folder), **options)
     train.validate(module, validation)
     with (Path(train.log_dir or "") / "metrics.csv").open() as file:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
@@ -196,14 +193,21 @@ def test_numpy_scalars(tmp_path: Path) -> None:
             train.validate(Logging(log), loader())
 
 
-@pytest.mark.parametrize(("given", "expected"), [("avg", 1.5), ("SUM", 6.0), (torch.max, 3.0), (min, 0.0)])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        *(("avg", 1.5), ("SUM", 6.0), (torch.max, 3.0), (min, 0.0)),
+        *((torch.mean, 1.5), (torch.sum, 6.0), (max, 3.0)),
+    ],
+)
 def test_reductions(given: Any, expected: float, tmp_path: Path) -> None:
     """A reduction has Lightning's names, or is a function of that name; others are refused, as there."""
     logging = Logging(lambda m, _, i: m.log("x", float(i), on_epoch=True, reduce_fx=given))
     train = fitted(tmp_path, logging)
     assert train.callback_metrics["x_epoch"] == expected
-    for unknown in (torch.std, lambda values: values.mean(), "prod"):
-        with pytest.raises(UnknownNameError, match="reduce_fx"):
+    unknown_ones = {torch.std: "std", torch.median: "median", "prod": "prod", "meen": "Did you mean 'mean'"}
+    for unknown, words in {**unknown_ones, (lambda values: values.mean()): "lambda"}.items():
+        with pytest.raises(UnknownNameError, match=rf"reduce_fx(?s:.*){words}"):
             train.validate(Logging(lambda m, p, i, to=unknown: m.log("x", 1.0, reduce_fx=to)), loader())  # type: ignore[misc]
 
 

@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from rankwise.errors import ConfigurationError, InvalidTypeError, LifecycleError, UnknownNameError
+from rankwise.errors import ConfigurationError, InvalidTypeError, LifecycleError
 from rankwise.strategies import SingleDeviceStrategy, Strategy
 from rankwise.trainer.metrics.metric_objects import is_metric_object, merged_states, metric_objects, states_of
 from rankwise.trainer.metrics.results import Results
-from tests.unit.trainer.helpers import Line, SavesEachStep, fitted, loader, trainer, with_second_rank
+from tests.unit.trainer.helpers import Line, fitted, loader, saving_each_step, trainer, with_second_rank
 
 
 @pytest.fixture
@@ -88,17 +88,6 @@ def test_operations_of_a_logged_number() -> None:
     with Noting():  # type: ignore[no-untyped-call]  # of torch
         results.log("x", loss, on_epoch=True)
     assert len([name for name in seen if "_local_scalar_dense" not in name]) == 2, seen
-
-
-@pytest.mark.parametrize(("function", "name"), [(torch.mean, "mean"), (torch.sum, "sum"), (max, "max")])
-def test_functions_name_reductions(function: Any, name: str) -> None:
-    """A function of torch's or Python's stands for the reduction that has its name; others are refused."""
-    results = Results(nn.Module(), is_evaluation=False)
-    results.log("x", 1.0, on_epoch=True, reduce_fx=function)
-    assert results.state_dict()["numbers"]["x"]["options"]["reduce_fx"] == name
-    for unknown, error in ((torch.median, "median"), ("meen", "Did you mean 'mean'")):
-        with pytest.raises(UnknownNameError, match=error):
-            results.log("y", 1.0, reduce_fx=unknown)
 
 
 @pytest.mark.parametrize(
@@ -474,6 +463,6 @@ def test_metric_objects_outside_of_the_module(tmp_path: Path) -> None:
 
 def test_metric_objects_that_a_module_has_no_more(tmp_path: Path) -> None:
     """A checkpoint's states without a metric object in the module are named in a warning."""
-    fitted(tmp_path, WithObject(), limit_train_batches=2, callbacks=SavesEachStep(tmp_path))
+    fitted(tmp_path, WithObject(), limit_train_batches=2, callbacks=saving_each_step(tmp_path))
     with pytest.warns(UserWarning, match=r"metric objects that the module has not: \['total'\]"):
         trainer(tmp_path).fit(Line(), loader(), ckpt_path=tmp_path / "2.ckpt")

@@ -134,7 +134,7 @@ def test_what_checkpoints_leave_out(tmp_path: Path) -> None:
     """A module among the arguments is a warning, not in the checkpoint, and given when it is loaded."""
     module, saving = Needs(0.05, nn.Linear(1, 1)), ModelCheckpoint(tmp_path)
     with pytest.warns(UserWarning, match=r"net \(Linear\)(?s:.*)load_from_checkpoint\(path, net=\.\.\.\)"):
-        fitted(tmp_path, module, callbacks=saving, enable_checkpointing=True)
+        fitted(tmp_path, module, callbacks=saving)
     assert "net" not in TorchCheckpointIO().load_checkpoint(saving.best_model_path)["hyper_parameters"]
     loaded = Needs.load_from_checkpoint(saving.best_model_path, net=nn.Linear(1, 1))
     assert torch.equal(loaded.net.weight, module.net.weight)  # type: ignore[arg-type]  # a tensor

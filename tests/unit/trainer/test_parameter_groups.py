@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rankwise.callbacks import Callback, ModelCheckpoint
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.trainer import Trainer
-from tests.unit.trainer.helpers import Line, fit_elsewhere, loader, saved, trainer
+from tests.unit.trainer.helpers import Line, fit_elsewhere, fitted, loader, saved, trainer
 
 
 class Tuned(Line):
@@ -84,8 +84,7 @@ def test_groups_are_resumed(epochs: int, precision: str, tmp_path: Path) -> None
     whole, model = fit(tmp_path, 5, precision=precision)
     whole.fit(model, loader())
     saving = ModelCheckpoint(dirpath=tmp_path / "saved", save_last=True)
-    first = trainer(tmp_path, max_epochs=epochs, callbacks=[AddGroups(), saving], **options)
-    first.fit(Tuned(), loader())
+    fitted(tmp_path, Tuned(), max_epochs=epochs, callbacks=[AddGroups(), saving], **options)
     second, resumed = fit(tmp_path, 5, precision=precision)
     second.fit(resumed, loader(), ckpt_path=tmp_path / "saved" / "last.ckpt")
     torch.testing.assert_close(groups(second), groups(whole), rtol=0, atol=0)

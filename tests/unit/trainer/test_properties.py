@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from rankwise.callbacks import (
-    Callback,
     EarlyStopping,
     GradientAccumulationScheduler,
+    LambdaCallback,
     ModelCheckpoint,
     TQDMProgressBar,
 )
@@ -21,7 +21,7 @@ from rankwise.errors import InvalidArgumentError, MissingAttributeError
 from rankwise.loggers import CSVLogger
 from rankwise.trainer import Trainer
 from rankwise.trainer.state import RunningStage, TrainerFn
-from tests.unit.trainer.helpers import Line, fitted, loader, samples, trainer
+from tests.unit.trainer.helpers import Line, Stream, fitted, loader, samples, trainer
 
 
 class Asks(Line):
@@ -64,21 +64,13 @@ def test_estimated_steps(tmp_path: Path, options: dict[str, Any], steps: int) ->
     assert train.estimated_stepping_batches == steps
 
 
-class Stream(IterableDataset[Any]):
-    """Has no length."""
-
-    def __iter__(self) -> Any:
-        data = samples()
-        return iter([data[0], data[1]])
-
-
 @pytest.mark.parametrize(("options", "steps"), [({}, math.inf), ({"max_steps": 1}, 1)])
 def test_estimated_steps_of_a_stream(tmp_path: Path, options: dict[str, Any], steps: float) -> None:
     """Without a length of the data, or a limit of the fit, `max_steps` is all that is known."""
     train = trainer(tmp_path, max_epochs=-1)
     assert (train.estimated_stepping_batches, train.num_training_batches) == (math.inf, math.inf)
     model = Asks()
-    trainer(tmp_path, **options).fit(model, torch.utils.data.DataLoader(Stream()))
+    trainer(tmp_path, **options).fit(model, DataLoader(Stream([samples()[0], samples()[1]])))
     assert (model.steps, model.batches) == (steps, math.inf)
 
 
@@ -119,9 +111,7 @@ def test_callbacks_by_kind(tmp_path: Path) -> None:
     """All of a kind, and the first of each."""
     stops, saves = [EarlyStopping("loss"), EarlyStopping("other")], [ModelCheckpoint(tmp_path)]
     bar = TQDMProgressBar()
-    train = trainer(
-        tmp_path, callbacks=[*stops, *saves, bar], enable_checkpointing=True, enable_progress_bar=True
-    )
+    train = trainer(tmp_path, callbacks=[*stops, *saves, bar], enable_progress_bar=True)
     assert (train.early_stopping_callbacks, train.checkpoint_callbacks) == (stops, saves)
     assert train.progress_bar_callback is bar
     assert (trainer(tmp_path).early_stopping_callbacks, trainer(tmp_path).progress_bar_callback) == ([], None)
@@ -271,29 +261,19 @@ def test_arguments_of_save_checkpoint(tmp_path: Path) -> None:
     assert train.ckpt_path is None
 
 
-class Stages(Callback):
-    """Notes the running stage in hooks of all kinds."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[TrainerFn | None, RunningStage | None]] = []
-
-    def note(self, trainer: Any, module: Any) -> None:
-        self.seen.append((trainer.state.fn, trainer.state.stage))
-
-    on_sanity_check_start = on_train_start = on_validation_start = on_fit_end = on_test_start = note
-
-
 def test_the_running_stage(tmp_path: Path) -> None:
     """`state.stage` is what runs now, as in Lightning; members equal their values."""
-    stages = Stages()
-    train = trainer(tmp_path, callbacks=stages, num_sanity_val_steps=1)
+    seen: list[tuple[TrainerFn | None, RunningStage | None]] = []
+    names = ("on_sanity_check_start", "on_train_start", "on_validation_start", "on_fit_end", "on_test_start")
+    noting = dict.fromkeys(names, lambda runs, _: seen.append((runs.state.fn, runs.state.stage)))
+    train = trainer(tmp_path, callbacks=LambdaCallback(**noting), num_sanity_val_steps=1)
     train.fit(Line(), loader(), loader())
     fit, check = TrainerFn.FITTING, RunningStage.SANITY_CHECKING
     training, validating = RunningStage.TRAINING, RunningStage.VALIDATING
-    assert stages.seen == [(fit, each) for each in (check, check, training, validating, training)]
+    assert seen == [(fit, each) for each in (check, check, training, validating, training)]
     assert (train.state.fn, train.state.stage) == ("fit", None)
     train.test(Line(), loader())
-    assert stages.seen[5:] == [("test", "test")]
+    assert seen[5:] == [("test", "test")]
     assert f"{TrainerFn.TESTING} {train.state.status}" == "test finished"
     assert RunningStage.VALIDATING.evaluating
     assert not RunningStage.PREDICTING.evaluating

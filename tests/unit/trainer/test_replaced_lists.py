@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rankwise.callbacks import Callback, ModelCheckpoint
+from rankwise.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from rankwise.loggers import Logger
 from rankwise.trainer import Trainer
 from tests.unit.trainer.helpers import Line, fitted, loader, trainer
@@ -24,14 +24,9 @@ class Recording(Logger):
         self.ends.append(status)
 
 
-class Noting(Callback):
-    """Notes the batches that ended while it was a callback."""
-
-    def __init__(self) -> None:
-        self.batches: list[int] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.batches.append(batch_idx)
+def noting(batches: list[int]) -> Callback:
+    """Return a callback that notes the batches that end while it is one."""
+    return LambdaCallback(on_train_batch_end=lambda *arguments: batches.append(arguments[-1]))
 
 
 class Replacing(Line):
@@ -52,7 +47,8 @@ def test_what_new_loggers_and_callbacks_get(tmp_path: Path) -> None:
 
     Hooks of new callbacks are called from the next one on, and the old ones' no more.
     """
-    old, new, before, after = Recording(), Recording(), Noting(), Noting()
+    old, new, batches = Recording(), Recording(), [list[int](), list[int]()]
+    before, after = map(noting, batches)
 
     def replace(train: Trainer) -> None:
         train.loggers, train.callbacks = [new], [after]
@@ -60,7 +56,7 @@ def test_what_new_loggers_and_callbacks_get(tmp_path: Path) -> None:
     fitted(tmp_path, Replacing(replace), logger=old, callbacks=before, log_every_n_steps=1)
     assert (old.steps, new.steps) == ([0, 1], [2, 3])
     assert (old.ends, new.ends) == (["success"], ["success"])
-    assert (before.batches, after.batches) == ([0, 1], [2, 3])
+    assert batches == [[0, 1], [2, 3]]
 
 
 def test_a_new_checkpoint_callback_saves(tmp_path: Path) -> None:

@@ -12,10 +12,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from rankwise import TrainingModule
-from rankwise.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint, TQDMProgressBar
-from tests.helpers.threaded import ThreadedStrategy, run_ranks
-from tests.process.training_tasks import quiet_trainer
-from tests.unit.gradient_sync.helpers import FEATURES, loss_of
+from rankwise.callbacks import (
+    Callback,
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    ModelCheckpoint,
+    TQDMProgressBar,
+)
+from tests.unit.gradient_sync.helpers import FEATURES, fit_alone, fit_on_ranks, loss_of
 
 STEPS, EPOCHS = 4, 2
 DATA = torch.randn(12 * STEPS, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -63,12 +67,10 @@ class Switched(Tuned):
         return [torch.optim.SGD(part.parameters(), lr=0.01) for part in (self.backbone, self.head)]
 
 
-class Anneal(Callback):
-    """Changes weights at the beginning of each epoch."""
-
-    @torch.no_grad()
-    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        module.head.weight.mul_(0.5)
+@torch.no_grad()
+def anneal(trainer: Any, module: Any) -> None:
+    """Change weights at the beginning of an epoch."""
+    module.head.weight.mul_(0.5)
 
 
 class Unfreeze(Callback):
@@ -80,12 +82,13 @@ class Unfreeze(Callback):
             trainer.optimizers[0].add_param_group({"params": module.backbone.parameters(), "lr": 1e-2})
 
 
-class Refreeze(Callback):
-    """Freezes a parameter within an epoch."""
+def refreeze(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    """Freeze a parameter within an epoch."""
+    if (trainer.current_epoch, batch_idx) == (1, 1):
+        module.head.bias.requires_grad_(False)
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if (trainer.current_epoch, batch_idx) == (1, 1):
-            module.head.bias.requires_grad_(False)
+
+ANNEAL, REFREEZE = LambdaCallback(on_train_epoch_start=anneal), LambdaCallback(on_train_batch_start=refreeze)
 
 
 def fit(
@@ -98,27 +101,21 @@ def fit(
 ) -> list[Tensor]:
     """Train; save after each step in `folder`; return the parameters."""
     modules = [copy.deepcopy(module) for _ in range(ranks)]
-
-    def run(rank: int) -> list[Tensor]:
-        saving = [ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)] if folder else []
-        trainer = quiet_trainer(
-            "single_device" if ranks == 1 else ThreadedStrategy(rank, ranks),
-            ranks,
-            **{"max_epochs": EPOCHS, "callbacks": [copy.deepcopy(callback), *saving], **more},
-            enable_checkpointing=folder is not None,
-        )
-        loader = DataLoader(TensorDataset(DATA), batch_size=12 // ranks)
-        trainer.fit(modules[rank], loader, ckpt_path=path)
-        return [each.detach() for each in modules[rank].parameters()]
-
-    return run(0) if ranks == 1 else run_ranks(ranks, run)[0]
+    saving = [ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)] if folder else []
+    more = {"max_epochs": EPOCHS, "callbacks": [callback, *saving], "ckpt_path": path, **more}
+    loader, has_checkpoints = DataLoader(TensorDataset(DATA), batch_size=12 // ranks), bool(saving)
+    if ranks == 1:
+        fit_alone(modules[0], loader, enable_checkpointing=has_checkpoints, **more)
+    else:
+        fit_on_ranks(modules, loader, enable_checkpointing=has_checkpoints, **more)
+    return [each.detach() for each in modules[0].parameters()]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize(
     ("make", "callback"),
     [
-        *((Tuned, Anneal()), (Tuned, Unfreeze()), (Tuned, Refreeze()), (Switched, Anneal())),
+        *((Tuned, ANNEAL), (Tuned, Unfreeze()), (Tuned, REFREEZE), (Switched, ANNEAL)),
         (Tuned, GradientAccumulationScheduler({0: 1, 1: 2})),  # each epoch has its own number of batches
     ],
     ids=["weights", "unfrozen", "frozen", "by hand", "schedule"],
@@ -134,11 +131,11 @@ def test_resumed_after_each_step(make: type[Tuned], callback: Callback, ranks: i
 
 def test_frozen_by_the_program_that_continues(tmp_path: Path) -> None:
     """A program that continues may freeze other parameters itself."""
-    fit(Tuned(), Anneal(), 1, tmp_path)
+    fit(Tuned(), ANNEAL, 1, tmp_path)
     module = Tuned()
     before = module.head.bias.requires_grad_(False).clone()
     saved = torch.load(tmp_path / "step=3.ckpt", weights_only=True)["state_dict"]["head.bias"]
-    *_, bias = fit(module, Anneal(), 1, path=tmp_path / "step=3.ckpt")
+    *_, bias = fit(module, ANNEAL, 1, path=tmp_path / "step=3.ckpt")
     assert not torch.equal(before, saved)
     torch.testing.assert_close(bias, saved, rtol=0, atol=0)
 
@@ -146,17 +143,10 @@ def test_frozen_by_the_program_that_continues(tmp_path: Path) -> None:
 def test_hooks_of_each_epoch_run_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The next epoch's hooks run in the run that resumes, too; within an epoch it has its progress bar."""
     epochs: list[int] = []
-
-    class Record(Callback):
-        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-            epochs.append(trainer.current_epoch)
-
-        def __deepcopy__(self, memo: object) -> Record:
-            return self
-
-    fit(Tuned(), Record(), 1, tmp_path)
-    fit(Tuned(), Record(), 1, path=tmp_path / "step=2.ckpt")
-    fit(Tuned(), Record(), 1, path=tmp_path / "step=4.ckpt")
+    record = LambdaCallback(on_train_epoch_start=lambda trainer, _: epochs.append(trainer.current_epoch))
+    fit(Tuned(), record, 1, tmp_path)
+    fit(Tuned(), record, 1, path=tmp_path / "step=2.ckpt")
+    fit(Tuned(), record, 1, path=tmp_path / "step=4.ckpt")
     assert epochs == [0, 1, 1, 1]
     capsys.readouterr()
     fit(Tuned(), TQDMProgressBar(), 1, path=tmp_path / "step=2.ckpt", max_epochs=1, enable_progress_bar=True)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from rankwise.errors import ConfigurationError
 from rankwise.seed import seed_everything
 from rankwise.trainer import Trainer, TrainingModule
-from tests.unit.trainer.helpers import Line, trainer
+from tests.unit.trainer.helpers import Line, Stream, fitted, samples, trainer
 from tests.unit.trainer.helpers import loader as simple_loader
 
 SAMPLES = 22
@@ -29,14 +29,6 @@ class Noisy(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return torch.tensor([float(index), 1.0]) / SAMPLES + 0.1 * torch.randn(2), torch.ones(1)
-
-
-class Stream(IterableDataset[tuple[Tensor, Tensor]]):
-    """The same without noise, and without indices."""
-
-    def __iter__(self) -> Any:
-        for index in range(SAMPLES):
-            yield torch.tensor([float(index), 1.0]) / SAMPLES, torch.ones(1)
 
 
 class Net(TrainingModule):
@@ -95,7 +87,7 @@ def run(
     saving = ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=every)
     callbacks = [EarlyStopping("val_loss", patience=99), EndAt(end_at), saving]
     options = {"val_check_interval": 2, "max_epochs": 3, **options}
-    train = trainer(folder, enable_checkpointing=True, callbacks=callbacks, **options)
+    train = trainer(folder, callbacks=callbacks, **options)
     net = Net() if net is None else net
     train.fit(net, loader, DataLoader(Noisy(), batch_size=8), ckpt_path="last")
     return train, net
@@ -165,7 +157,7 @@ def test_ends_the_same_wherever_it_was_cut(moment: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "make_loader",
     [
-        lambda: DataLoader(Stream(), batch_size=4),
+        lambda: DataLoader(Stream(samples(SAMPLES)), batch_size=4),
         lambda: DataLoader(Noisy(), batch_sampler=BatchSampler(RandomSampler(range(SAMPLES)), 4, True)),
         lambda: DataLoader(Noisy(), batch_sampler=Dealt()),
     ],
@@ -262,8 +254,7 @@ def test_a_scheduler_that_follows_a_metric(tmp_path: Path) -> None:
     """
     saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     whole = Rates()
-    train = trainer(tmp_path, max_epochs=3, callbacks=saving, enable_checkpointing=True)
-    train.fit(whole, simple_loader(), simple_loader())
+    train = fitted(tmp_path, whole, simple_loader(), simple_loader(), max_epochs=3, callbacks=saving)
     path = tmp_path / "epoch=1.ckpt"
     resumed, again = Rates(), trainer(tmp_path, max_epochs=3)
     again.fit(resumed, simple_loader(), simple_loader(), ckpt_path=path)

@@ -1,7 +1,6 @@
 """Comparison of what the ranks hold by digests: in training, at its end, and before evaluation."""
 
 from collections import Counter
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,18 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.utils.data import DataLoader, TensorDataset
 
-from rankwise import TrainingModule
-from rankwise.callbacks import Callback, ModelCheckpoint
+from rankwise.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from rankwise.errors import ConfigurationError, InvalidArgumentError, RankMismatchError
 from rankwise.process_group.rank_comparison import digest_of, has_values, joint_digest
 from rankwise.trainer.checkpointing import save_stop_checkpoint
 from tests.helpers.threaded import ThreadedStrategy, counted_reductions, run_ranks
 from tests.process.training_tasks import quiet_trainer
-from tests.unit.gradient_sync.helpers import FEATURES, loss_of, net
+from tests.unit.gradient_sync.helpers import FEATURES, Sums, fit_on_ranks, net
 
 DATA = TensorDataset(torch.arange(24.0, dtype=torch.float64).reshape(8, FEATURES) / 24)
 
 
-class Model(TrainingModule):
+class Model(Sums):
     """Has parameters, a buffer, and an optimizer with a state."""
 
     def __init__(self, seed: int = 0) -> None:
@@ -31,13 +29,10 @@ class Model(TrainingModule):
         self.net = net(seed)
         self.register_buffer("mean", torch.zeros(3))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return loss_of(self.net, batch[0])
-
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("loss", loss_of(self.net, batch[0]))
+        self.log("loss", self.loss(batch))
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
@@ -59,21 +54,14 @@ class Disturb(Callback):
             trainer.optimizers[0].state[module.net[2].weight]["exp_avg"].mul_(2)
 
 
-def fit(
-    what: str, every: int | None, callbacks: Any = (), max_epochs: int = 1, **arguments: Any
-) -> list[int]:
+def fit(what: str, every: int | None, callbacks: Any = (), max_epochs: int = 1, **options: Any) -> list[int]:
     """Fit on two ranks; return after how many steps each has ended."""
     modules = [Model(), Model()]
-
-    def run(rank: int) -> int:
-        options: dict[str, Any] = {"max_epochs": max_epochs, "check_ranks_every_n_steps": every}
-        options["enable_checkpointing"] = any(isinstance(each, ModelCheckpoint) for each in callbacks)
-        strategy = ThreadedStrategy(rank, 2, **arguments)
-        trainer = quiet_trainer(strategy, 2, callbacks=[Disturb(what), *deepcopy(callbacks)], **options)
-        trainer.fit(modules[rank], DataLoader(DATA, batch_size=1))
-        return trainer.global_step
-
-    return run_ranks(2, run)
+    arguments: dict[str, Any] = {"max_epochs": max_epochs, "check_ranks_every_n_steps": every}
+    has_checkpoints = any(isinstance(each, ModelCheckpoint) for each in callbacks)
+    arguments |= {"callbacks": [Disturb(what), *callbacks], "enable_checkpointing": has_checkpoints}
+    fit_on_ranks(modules, DataLoader(DATA, batch_size=1), options, **arguments)
+    return [module.global_step for module in modules]
 
 
 @pytest.mark.parametrize("every", [1, 2, 100])
@@ -110,15 +98,13 @@ def test_compared_before_a_checkpoint(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step=1.ckpt", "step=2.ckpt"]
 
 
-class StopCheckpoint(Callback):
-    """Writes the checkpoint of a stop while a parameter of rank 1 is another."""
-
-    @torch.no_grad()
-    def on_train_batch_end(self, trainer: Any, module: Any, *arguments: Any) -> None:
-        kept = module.net[0].bias.clone()
-        module.net[0].bias += trainer.global_rank
-        save_stop_checkpoint(trainer.context(module))
-        module.net[0].bias.copy_(kept)
+@torch.no_grad()
+def save_at_stop(trainer: Any, module: Any, *_: Any) -> None:
+    """Write the checkpoint of a stop while a parameter of rank 1 is another."""
+    kept = module.net[0].bias.clone()
+    module.net[0].bias += trainer.global_rank
+    save_stop_checkpoint(trainer.context(module))
+    module.net[0].bias.copy_(kept)
 
 
 @pytest.mark.parametrize("has_checkpoints", [False, True])
@@ -149,13 +135,10 @@ def test_ranks_that_may_differ(what: str, every: int | None, arguments: dict[str
     assert fit(what, every, max_epochs=2, **arguments) == [8, 8]
 
 
-class Grow(Callback):
-    """Adds a layer with values of the rank's own, which rank 0 shares before the next step."""
-
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        layer = net(trainer.global_rank)
-        module.added = layer
-        trainer.optimizers[0].add_param_group({"params": layer.parameters()})
+def grow(trainer: Any, module: Any) -> None:
+    """Add a layer with values of the rank's own, which rank 0 shares before the next step."""
+    module.added = net(trainer.global_rank)
+    trainer.optimizers[0].add_param_group({"params": module.added.parameters()})
 
 
 def test_without_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,9 +146,9 @@ def test_without_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     The checkpoint of a stop is written, whatever the ranks hold: nothing else would be left of the run.
     """
-    assert fit("nothing", 2) == fit("nothing", None, [Grow()]) == [4, 4]
+    assert fit("nothing", 2) == fit("nothing", None, [LambdaCallback(on_train_epoch_end=grow)]) == [4, 4]
     monkeypatch.chdir(tmp_path)
-    assert fit("nothing", None, [StopCheckpoint()]) == [4, 4]
+    assert fit("nothing", None, [LambdaCallback(on_train_batch_end=save_at_stop)]) == [4, 4]
     assert list(tmp_path.rglob("last*.ckpt"))
 
 

@@ -7,29 +7,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from rankwise import SingleDeviceStrategy, Trainer, TrainingModule
-from rankwise.callbacks import Callback
+from rankwise.callbacks import LambdaCallback
 from rankwise.data import CombinedLoader
 from rankwise.errors import ConfigurationError, InvalidTypeError
-from tests.unit.trainer.helpers import SavesEachStep, trainer
+from tests.unit.trainer.helpers import Stream, saving_each_step, trainer
 
 
 def numbers(first: int, count: int, batch_size: int | None = 2, **options: Any) -> DataLoader[Any]:
     """Return a loader of the numbers from `first` on."""
     data = TensorDataset(torch.arange(first, first + count, dtype=torch.float32))
     return DataLoader(data, batch_size=batch_size, **options)
-
-
-class Stream(IterableDataset[Any]):
-    """Numbers without a length."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __iter__(self) -> Any:
-        return iter(torch.arange(self.count, dtype=torch.float32).unsqueeze(1))
 
 
 def listed(batch: Any) -> Any:
@@ -111,7 +101,10 @@ def test_limits(tmp_path: Path) -> None:
 
     A loader without length ends the epoch when it ends, or begins again.
     """
-    loaders, stream = [numbers(0, 12), numbers(20, 4)], DataLoader(Stream(6), batch_size=2)
+    loaders, stream = (
+        [numbers(0, 12), numbers(20, 4)],
+        DataLoader(Stream(numbers(0, 6).dataset), batch_size=2),
+    )
     assert len(seen(tmp_path, loaders, limit_train_batches=4)) == 4
     assert len(seen(tmp_path, loaders, limit_train_batches=0.5)) == 3
     assert len(seen(tmp_path, CombinedLoader([stream, numbers(0, 20)], "min_size"))) == 3
@@ -146,7 +139,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "cycle": lambda: [numbers(0, 10, shuffle=True), numbers(20, 5, shuffle=True), numbers(30, 2)],
     "min": lambda: CombinedLoader({"a": numbers(0, 10, shuffle=True), "b": numbers(20, 14)}),
     "max": lambda: CombinedLoader([numbers(0, 10), numbers(20, 5, shuffle=True)], "max_size"),
-    "stream": lambda: [numbers(0, 10, shuffle=True), DataLoader(Stream(3), batch_size=2)],
+    "stream": lambda: [numbers(0, 10, shuffle=True), DataLoader(Stream(numbers(0, 3).dataset), batch_size=2)],
     "unbatched": lambda: [numbers(0, 5, None, shuffle=True), numbers(20, 3, 1, shuffle=True)],
 }
 
@@ -155,7 +148,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 def test_resuming_at_every_batch(tmp_path: Path, kind: str) -> None:
     """A run that is stopped after any step of two epochs continues with the same batches and weights."""
     size = 1 if kind == "unbatched" else None
-    whole, runs = Sum(size), trainer(tmp_path, max_epochs=2, callbacks=SavesEachStep(tmp_path))
+    whole, runs = Sum(size), trainer(tmp_path, max_epochs=2, callbacks=saving_each_step(tmp_path))
     torch.manual_seed(1)
     runs.fit(whole, LOADERS[kind]())
     assert len(whole.seen) in (8, 10)
@@ -189,13 +182,12 @@ def test_batch_indices(tmp_path: Path) -> None:
     """`trainer.batch_indices` has those of each loader, also of one alone."""
     found: list[Any] = []
 
-    class Noting(Callback):
-        def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-            found.append((trainer.batch_indices(0), trainer.batch_indices(1)))
+    def note(runs: Trainer, *_: Any) -> None:
+        found.append((runs.batch_indices(0), runs.batch_indices(1)))
 
     combined = CombinedLoader([numbers(0, 4), numbers(20, 2)], "max_size")
     for loaders in (combined, numbers(0, 4)):
-        seen(tmp_path, loaders, callbacks=Noting())
+        seen(tmp_path, loaders, callbacks=LambdaCallback(on_train_batch_start=note))
     assert found == [([0, 1], [0, 1]), ([2, 3], None), ([0, 1], None), ([2, 3], None)]
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, RandomSampler
+from torch.utils.data import RandomSampler
 
 from rankwise import DataModule
 from rankwise.callbacks import Callback, ModelCheckpoint
 from rankwise.errors import CheckpointError, ConfigurationError, InvalidTypeError
 from rankwise.trainer.data.data_hooks import TRANSFER_HOOKS, DataHooks, prepares_data
-from tests.unit.trainer.helpers import Line, loader, samples, trainer
+from tests.unit.trainer.helpers import Line, Stream, calls_in, fitted, loader, noting, samples, trainer
 
 
 class Numbers(DataModule):
@@ -62,27 +62,7 @@ d teardown, c teardown, m teardown
 """
 SAVE = "d state_dict, c on_save_checkpoint, m on_save_checkpoint"
 FAILED = "c on_exception, d on_exception, d teardown, c teardown, m teardown"
-
-
-def calls(text: str) -> list[str]:
-    """Return the calls that a text lists."""
-    return [each.strip() for each in text.replace("\n", " ").split(",")]
-
-
-def noting(owner: Any, kind: str, seen: list[str]) -> Any:
-    """Return `owner` with the methods of the lists above noting their calls."""
-    base = type(owner)
-    names = {each[2:] for text in (FIT, TEST, SAVE, FAILED) for each in calls(text) if each[0] == kind}
-
-    def noted(name: str) -> Any:
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            seen.append(f"{kind} {name}")
-            return getattr(base, name)(self, *args, **kwargs)
-
-        return method
-
-    owner.__class__ = type(base.__name__, (base,), {name: noted(name) for name in names})
-    return owner
+ALL = calls_in(f"{FIT},{TEST},{SAVE},{FAILED}")
 
 
 def test_lightnings_order(tmp_path: Path) -> None:
@@ -98,24 +78,28 @@ def test_lightnings_order(tmp_path: Path) -> None:
             seen.clear()
             raise ValueError("bad batch")
 
-    model, data, path = noting(Line(), "m", seen), noting(Numbers(), "d", seen), tmp_path / "model.ckpt"
-    runs = trainer(tmp_path, callbacks=noting(Callback(), "c", seen))
+    model, data, path = (
+        noting(Line(), "m", ALL, seen),
+        noting(Numbers(), "d", ALL, seen),
+        tmp_path / "model.ckpt",
+    )
+    runs = trainer(tmp_path, callbacks=noting(Callback(), "c", ALL, seen))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         runs.fit(model, data)
-    assert ([str(warning.message) for warning in caught], seen) == ([], calls(FIT))
+    assert ([str(warning.message) for warning in caught], seen) == ([], calls_in(FIT))
     seen.clear()
     runs.save_checkpoint(path)
-    assert seen == calls(SAVE)
+    assert seen == calls_in(SAVE)
     seen.clear()
     runs.test(model, datamodule=data, ckpt_path=path)
-    assert seen == calls(TEST)
+    assert seen == calls_in(TEST)
     seen.clear()
     runs.validate(Line(), loader(8, 4))
     assert [each for each in seen if each[0] == "d"] == ["d prepare_data", "d setup", "d teardown"]
     with pytest.raises(ValueError, match="bad batch"):
-        runs.fit(noting(Failing(), "m", seen), data)
-    assert seen[-5:] == calls(FAILED)
+        runs.fit(noting(Failing(), "m", ALL, seen), data)
+    assert seen[-5:] == calls_in(FAILED)
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
@@ -200,12 +184,7 @@ def test_from_datasets(tmp_path: Path) -> None:
 
     A data module without `val_dataloader` means no validation.
     """
-
-    class Stream(IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            return iter(range(3))
-
-    data = Numbers.from_datasets({"a": samples(4), "b": Stream()}, [samples(2)], batch_size=2)
+    data = Numbers.from_datasets({"a": samples(4), "b": Stream(range(3))}, [samples(2)], batch_size=2)
     train, [validation] = data.train_dataloader(), data.val_dataloader()
     assert data.hparams == {"batch_size": 2}
     assert isinstance(train["a"].sampler, RandomSampler)
@@ -263,8 +242,7 @@ def test_other_states_and_hyperparameters(tmp_path: Path) -> None:
     assert "Odd" not in torch.load(path, weights_only=True)
     runs.test(Line(), data, ckpt_path=path)
     data.state = {"count": None}
-    runs = trainer(tmp_path, callbacks=ModelCheckpoint(dirpath=tmp_path), enable_checkpointing=True)
-    runs.fit(Line(), data)
+    runs = fitted(tmp_path, None, data, callbacks=ModelCheckpoint(dirpath=tmp_path))
     runs.save_checkpoint(path)
     with pytest.raises(CheckpointError, match=r"odd\.ckpt.*Odd"):
         runs.test(Line(), data, ckpt_path=path)
@@ -280,8 +258,7 @@ def test_logged_hyperparameters(tmp_path: Path) -> None:
             super().__init__()
             self.save_hyperparameters()
 
-    runs = trainer(tmp_path, logger=True)
-    runs.fit(Sized(), Numbers())
+    fitted(tmp_path, Sized(), Numbers(), logger=True)
     saved = next(tmp_path.rglob("hparams.*")).read_text()
     assert "batch_size" in saved
     assert "width" in saved

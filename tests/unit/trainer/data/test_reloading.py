@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate, random_split
 
 from rankwise import DataModule, Trainer
-from rankwise.callbacks import Callback
+from rankwise.callbacks import LambdaCallback
 from rankwise.data import CombinedLoader
 from rankwise.errors import InvalidArgumentError
-from tests.unit.trainer.helpers import Line, SavesEachStep, loader, samples, trainer
+from tests.unit.trainer.helpers import Line, fitted, loader, samples, saving_each_step, trainer
 
 
 class Growing(DataModule):
@@ -56,8 +56,7 @@ class Noting(Line):
 def test_when_loaders_are_asked_for(tmp_path: Path, every: int, expected: str) -> None:
     """In the epochs in which Lightning asks for them, in its order."""
     data = Growing()
-    runs = trainer(tmp_path, max_epochs=5, reload_dataloaders_every_n_epochs=every)
-    runs.fit(Line(), data)
+    runs = fitted(tmp_path, None, data, max_epochs=5, reload_dataloaders_every_n_epochs=every)
     assert ", ".join(data.asked) == expected
     assert runs.num_training_batches == (6 if every else 4)
     assert runs.global_step == 4 * 4 + (6 if every else 4)
@@ -68,7 +67,7 @@ def test_resuming(tmp_path: Path) -> None:
     options = {"max_epochs": 4, "reload_dataloaders_every_n_epochs": 2}
     torch.manual_seed(1)
     whole = Noting()
-    trainer(tmp_path, callbacks=SavesEachStep(tmp_path), **options).fit(whole, Growing())
+    trainer(tmp_path, callbacks=saving_each_step(tmp_path), **options).fit(whole, Growing())
     assert len(set(whole.seen)) > 8
     for step in range(1, 16):
         torch.manual_seed(2)
@@ -95,9 +94,8 @@ def test_properties(tmp_path: Path) -> None:
     """
     seen: list[Any] = []
 
-    class Looking(Callback):
-        def on_train_start(self, trainer: Trainer, module: Any) -> None:
-            seen.append((trainer.train_dataloader, trainer.val_dataloaders))
+    def look(runs: Trainer, _: Any) -> None:
+        seen.append((runs.train_dataloader, runs.val_dataloaders))
 
     class Evaluated(Line):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -107,7 +105,7 @@ def test_properties(tmp_path: Path) -> None:
         return default_collate(items)
 
     runs, given = trainer(tmp_path), loader(shuffle=True, collate_fn=collate)
-    runs.callbacks = [Looking()]
+    runs.callbacks = [LambdaCallback(on_train_start=look)]
     assert runs.train_dataloader is None
     runs.fit(Evaluated(), {"a": given, "b": loader(4)}, [loader(6)])
     [(train, [validation])] = seen

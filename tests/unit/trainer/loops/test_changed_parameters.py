@@ -9,72 +9,51 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from rankwise import SingleDeviceStrategy, TrainingModule
-from rankwise.callbacks import Callback
+from rankwise import TrainingModule
+from rankwise.callbacks import Callback, LambdaCallback
 from rankwise.errors import ConfigurationError, RankMismatchError, UnusedParametersError
-from tests.helpers.threaded import ThreadedStrategy, run_ranks
-from tests.process.training_tasks import quiet_trainer
-from tests.unit.gradient_sync.helpers import FEATURES, Sums, fit_on_ranks
+from tests.unit.gradient_sync.helpers import (
+    Layers,
+    Sums,
+    batch,
+    fit_alone,
+    fit_on_ranks,
+    loss_of,
+    refused_on_ranks,
+    step_by_hand,
+)
 
 
-class Layers(TrainingModule):
-    """Three layers, of which the first is frozen, and a scale that is not registered."""
+class Trained(Layers, TrainingModule):
+    """Layers of which the first is frozen."""
 
-    def __init__(self, optimizes_by_hand: bool = False) -> None:
-        super().__init__()
-        self.automatic_optimization = not optimizes_by_hand
-        generator = torch.Generator().manual_seed(5)
-        self.first = nn.Linear(FEATURES, 4).double()
-        self.second = nn.Linear(4, 4).double()
-        self.last = nn.Linear(4, 1).double()
-        self.extra: nn.Module | None = None
-        self.scale = [nn.Parameter(torch.ones((), dtype=torch.float64))]
-        for parameter in self.parameters():
-            nn.init.normal_(parameter, std=0.4, generator=generator)
-        self.first.requires_grad_(False)
+    def __init__(self, by_hand: bool = False) -> None:
+        super().__init__("first")
+        self.automatic_optimization = not by_hand
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         [samples] = batch
-        if self.trainer.strategy.gradient_weighting == "logged" and self.automatic_optimization:
+        loss, is_weighted = loss_of(self, samples), self.trainer.strategy.gradient_weighting == "logged"
+        if not self.automatic_optimization:
+            step_by_hand(self, loss, **({"weight": len(samples)} if is_weighted else {}))
+            return None
+        if is_weighted:
             self.log_weight(len(samples))
-        hidden = torch.tanh(self.second(torch.tanh(self.first(samples))))
-        extra = 0.0 if self.extra is None else self.extra(samples)
-        errors = self.last(hidden) * self.scale[0] + extra - samples.sum(dim=1, keepdim=True)
-        loss: Tensor = errors.square().mean()
-        if self.automatic_optimization:
-            return loss
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        is_weighted = self.trainer.strategy.gradient_weighting == "logged"
-        self.manual_backward(loss, **({"weight": len(samples)} if is_weighted else {}))
-        optimizer.step()
-        return None
+        return loss
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-class At(Callback):
-    """Changes the module at a batch of an epoch, in a hook."""
+def at(change: Callable[[Any, Any], None], epoch: int, batch: int, hook: str) -> Callback:
+    """Return a callback that changes the module at a batch of an epoch, in a hook."""
 
-    def __init__(self, change: Callable[[Any, Any], None], epoch: int, batch: int, hook: str) -> None:
-        self.change, self.moment, self.hook = change, (epoch, batch), hook
+    def run(trainer: Any, module: Any, *arguments: Any) -> None:
+        batch_idx = arguments[-1] if arguments else 0
+        if (trainer.current_epoch, batch_idx) == (epoch, batch):
+            change(trainer, module)
 
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.run("on_train_start", trainer, module, 0)
-
-    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        self.run("on_train_epoch_start", trainer, module, 0)
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self.run("on_train_batch_start", trainer, module, batch_idx)
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.run("on_train_batch_end", trainer, module, batch_idx)
-
-    def run(self, hook: str, trainer: Any, module: Any, batch_idx: int) -> None:
-        if hook == self.hook and (trainer.current_epoch, batch_idx) == self.moment:
-            self.change(trainer, module)
+    return LambdaCallback(**{hook: run})
 
 
 def unfreeze(trainer: Any, module: Layers) -> None:
@@ -89,11 +68,8 @@ def freeze(trainer: Any, module: Layers) -> None:
 
 def add_layer(trainer: Any, module: Layers) -> None:
     """Add a layer, with values that no other rank draws, and train it."""
-    rank = 0 if trainer.world_size == 1 else trainer.global_rank
-    module.extra = nn.Linear(FEATURES, 1).double()
-    for parameter in module.extra.parameters():
-        nn.init.constant_(parameter, 0.3 + rank)
-    trainer.optimizers[0].add_param_group({"params": list(module.extra.parameters()), "lr": 0.05})
+    layer = module.add_layer(0 if trainer.world_size == 1 else trainer.global_rank)
+    trainer.optimizers[0].add_param_group({"params": list(layer.parameters()), "lr": 0.05})
 
 
 def train_scale(trainer: Any, module: Layers) -> None:
@@ -103,32 +79,21 @@ def train_scale(trainer: Any, module: Layers) -> None:
     trainer.optimizers[0].add_param_group({"params": module.scale})
 
 
-def fit(world_size: int, module: Layers, callback: Callback | None, strategy: Any, **options: Any) -> Any:
-    """Fit on 23 samples for each epoch; return the weights."""
-    generator = torch.Generator().manual_seed(3)
-    data = TensorDataset(torch.randn(23, FEATURES, dtype=torch.float64, generator=generator))
-    callbacks = [] if callback is None else [callback]
-    trainer = quiet_trainer(strategy, world_size, max_epochs=3, callbacks=callbacks, **options)
-    trainer.fit(module, DataLoader(data, batch_size=6 // world_size))
-    return [each.detach().clone() for each in (*module.parameters(), *module.scale)]
+def data(count: int, ranks: int) -> DataLoader[Any]:
+    """Return a loader of so many samples, of which six are a global batch."""
+    return DataLoader(TensorDataset(batch(0, 0, count)), batch_size=6 // ranks)
 
 
 def check(
-    change: Any, moment: tuple[int, int, str], by_hand: bool = False, accumulate: int = 1, **arguments: Any
+    make: Callable[[], Trained], callback: Callback | None, options: Any, count: int = 23, **more: Any
 ) -> None:
     """Two ranks have one process's weights."""
-    options: dict[str, Any] = {"accumulate_grad_batches": accumulate}
-    callbacks = [At(change, *moment) for _ in range(3)]
-    modules = [Layers(by_hand) for _ in range(3)]
-    single = SingleDeviceStrategy(gradient_weighting="samples")
-    wanted = fit(1, modules[2], callbacks[2], single, **options)
-
-    def run(rank: int) -> Any:
-        strategy = ThreadedStrategy(rank, 2, **arguments)
-        return fit(2, modules[rank], callbacks[rank], strategy, uneven_inputs="join", **options)
-
-    for own in run_ranks(2, run):
-        torch.testing.assert_close(own, wanted, rtol=0, atol=1e-12)
+    more = {"max_epochs": 3, "uneven_inputs": "join", "callbacks": callback, **more}
+    alone, *modules = make(), make(), make()
+    fit_alone(alone, data(count, 1), "samples", **more)
+    fit_on_ranks(modules, data(count, 2), options, **more)
+    for module in modules:
+        torch.testing.assert_close(module.values(), alone.values(), rtol=0, atol=1e-12)
 
 
 CHANGES = {"unfreeze": unfreeze, "freeze": freeze, "add a layer": add_layer, "train a scale": train_scale}
@@ -144,30 +109,35 @@ MOMENTS = [
 @pytest.mark.parametrize("change", CHANGES)
 def test_automatic_optimization(change: str, moment: tuple[int, int, str]) -> None:
     """All that callbacks change is averaged from then on, also within a window."""
-    check(CHANGES[change], moment, accumulate=2, gradient_weighting="samples")
+    options = {"gradient_weighting": "samples"}
+    check(Trained, at(CHANGES[change], *moment), options, accumulate_grad_batches=2)
 
 
-@pytest.mark.parametrize(
-    "arguments", [{}, {"find_unused_parameters": True}, {"sync_mode": "forced_sync"}, {"static_graph": True}]
-)
+MODES: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"sync_mode": "forced_sync"}]
+
+
+@pytest.mark.parametrize("options", [*MODES, {"static_graph": True}])
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True found")
 @pytest.mark.parametrize("change", CHANGES)
-def test_logged_weights(change: str, arguments: dict[str, Any]) -> None:
+def test_logged_weights(change: str, options: dict[str, Any]) -> None:
     """So it is with logged weights, however gradients are averaged."""
-    check(CHANGES[change], MOMENTS[2], gradient_weighting="logged", **arguments)
+    check(Trained, at(CHANGES[change], *MOMENTS[2]), {"gradient_weighting": "logged", **options})
 
 
 @pytest.mark.parametrize("weighting", ["samples", "logged"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_manual_optimization(change: str, weighting: str) -> None:
     """So it is where the module optimises by hand."""
-    check(CHANGES[change], MOMENTS[2], by_hand=True, gradient_weighting=weighting)
+    options = {"gradient_weighting": weighting}
+    check(lambda: Trained(by_hand=True), at(CHANGES[change], *MOMENTS[2]), options)
 
 
-class InItsStep(Layers):
-    """Changes something in `training_step` itself."""
+class InItsStep(Trained):
+    """Freezes or unfreezes a layer in `training_step` itself."""
 
-    change: Callable[[Any, Any], None]
+    def __init__(self, change: Callable[[Any, Any], None], by_hand: bool = False) -> None:
+        super().__init__(by_hand)
+        self.change = change
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         if self.current_epoch == 1 and batch_idx == 1:
@@ -175,45 +145,26 @@ class InItsStep(Layers):
         return super().training_step(batch, batch_idx)
 
 
-def in_the_step(change: Any, by_hand: bool = False) -> list[Any]:
-    """Return the weights of one process and of two ranks."""
-    modules = [InItsStep(by_hand) for _ in range(3)]
-    for module in modules:
-        module.change = change
-
-    def run(rank: int) -> Any:
-        strategy = ThreadedStrategy(rank, 2, gradient_weighting="samples")
-        return fit(2, modules[rank], None, strategy, uneven_inputs="join")
-
-    return [fit(1, modules[2], None, "single_device"), *run_ranks(2, run)]
-
-
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_unfrozen_in_the_step(by_hand: bool) -> None:
     """What a step unfreezes is averaged in that step already."""
-    alone, *of_ranks = in_the_step(unfreeze, by_hand)
-    for own in of_ranks:
-        torch.testing.assert_close(own, alone, rtol=0, atol=1e-12)
+    check(lambda: InItsStep(unfreeze, by_hand), None, {"gradient_weighting": "samples"})
 
 
 def test_frozen_in_the_step() -> None:
     """What a step freezes is missing in that step: an error, as DDP waits for it."""
     with pytest.raises(UnusedParametersError, match=r"second\.weight"):
-        in_the_step(freeze)
+        check(lambda: InItsStep(freeze), None, {"gradient_weighting": "samples"})
 
 
 def test_the_whole_module_is_frozen() -> None:
     """DDP cannot average nothing: an error on every rank, before the step."""
-    modules = [Layers() for _ in range(2)]
+    freeze_all = at(lambda _, module: module.requires_grad_(False), 0, 1, "on_train_batch_start")
+    words = "Trained has nothing left to train"
+    refused_on_ranks(ConfigurationError, words, [Trained(), Trained()], data(23, 2), callbacks=freeze_all)
 
-    def freeze_all(trainer: Any, module: Layers) -> None:
-        module.requires_grad_(False)
 
-    def run(rank: int) -> None:
-        with pytest.raises(ConfigurationError, match="Layers has nothing left to train"):
-            fit(2, modules[rank], At(freeze_all, 0, 1, "on_train_batch_start"), ThreadedStrategy(rank, 2))
-
-    run_ranks(2, run)
+EVEN: dict[str, Any] = {"count": 24, "max_epochs": 2, "uneven_inputs": "error"}
 
 
 class Online(Callback):
@@ -244,47 +195,25 @@ class Online(Callback):
         del self.probe
 
 
-def fit_online(callback: Callback, module: Any, strategy: Any, world_size: int, **options: Any) -> Any:
-    """Fit on 24 samples for each epoch; return the weights."""
-    generator = torch.Generator().manual_seed(3)
-    data = TensorDataset(torch.randn(24, FEATURES, dtype=torch.float64, generator=generator))
-    trainer = quiet_trainer(strategy, world_size, max_epochs=2, callbacks=[callback], **options)
-    trainer.fit(module, DataLoader(data, batch_size=6 // world_size))
-    return [each.detach().clone() for each in module.parameters()]
-
-
-MODES: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"sync_mode": "forced_sync"}]
-
-
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True found")
 @pytest.mark.parametrize("by_hand", [False, True])
-@pytest.mark.parametrize("arguments", [*MODES, {"gradient_weighting": "samples"}])
-def test_a_layer_that_a_callback_trains(arguments: dict[str, Any], by_hand: bool) -> None:
+@pytest.mark.parametrize("options", [*MODES, {"gradient_weighting": "samples"}])
+def test_a_layer_that_a_callback_trains(options: dict[str, Any], by_hand: bool) -> None:
     """It is added in on_fit_start; with a wrapper of its own it has one process's weights."""
-    wanted = fit_online(Online(has_wrapper=True), Layers(by_hand), "single_device", 1)
-
-    def run(rank: int) -> Any:
-        strategy = ThreadedStrategy(rank, 2, **arguments)
-        return fit_online(Online(has_wrapper=True), Layers(by_hand), strategy, 2)
-
-    for own in run_ranks(2, run):
-        torch.testing.assert_close(own, wanted, rtol=0, atol=1e-12)
+    check(lambda: Trained(by_hand), Online(has_wrapper=True), options, **EVEN)
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
-@pytest.mark.parametrize("arguments", MODES)
-def test_a_layer_that_ranks_train_apart(arguments: dict[str, Any], by_hand: bool) -> None:
+@pytest.mark.parametrize("options", MODES)
+def test_a_layer_that_ranks_train_apart(options: dict[str, Any], by_hand: bool) -> None:
     """Without a wrapper each rank trains it on its own batches: an error that names it, and the wrapper."""
-
-    def run(rank: int) -> None:
-        with pytest.raises(RankMismatchError, match=r"'probe\.weight', which is in no optimizer") as caught:
-            fit_online(Online(has_wrapper=False), Layers(by_hand), ThreadedStrategy(rank, 2, **arguments), 2)
-        assert "trainer.strategy.setup_module(module.layer) in on_fit_start" in str(caught.value)
-
-    run_ranks(2, run)
+    words, modules = r"'probe\.weight', which is in no optimizer", [Trained(by_hand) for _ in range(2)]
+    callback = Online(has_wrapper=False)
+    text = refused_on_ranks(RankMismatchError, words, modules, data(24, 2), options, callbacks=callback)
+    assert "trainer.strategy.setup_module(module.layer) in on_fit_start" in text
 
 
-class WithProbe(Layers):
+class WithProbe(Trained):
     """Has the callback's layer from the start, so DDP waits for its gradients."""
 
     def __init__(self) -> None:
@@ -292,41 +221,35 @@ class WithProbe(Layers):
         self.probe = nn.Linear(4, 1).double()
 
 
-@pytest.mark.parametrize("arguments", MODES[:2])
-def test_a_layer_that_ddp_waits_for(arguments: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", MODES[:2])
+def test_a_layer_that_ddp_waits_for(options: dict[str, Any]) -> None:
     """The error names the layer, and the hook that may add it, also where DDP looks for unused layers."""
-
-    def run(rank: int) -> None:
-        with pytest.raises(UnusedParametersError, match=r"'probe\.weight'") as caught:
-            fit_online(Online(has_wrapper=True), WithProbe(), ThreadedStrategy(rank, 2, **arguments), 2)
-        assert "is added to the module in on_fit_start" in str(caught.value)
-
-    run_ranks(2, run)
+    words, modules, callback = r"'probe\.weight'", [WithProbe(), WithProbe()], Online(has_wrapper=True)
+    text = refused_on_ranks(UnusedParametersError, words, modules, data(24, 2), options, callbacks=callback)
+    assert "is added to the module in on_fit_start" in text
 
 
-class Copied(Callback):
-    """Keeps a copy of a layer in the module, in a hook after it was wrapped, and averages weights into it."""
-
-    def on_fit_start(self, trainer: Any, module: Any) -> None:
-        module.teacher = copy.deepcopy(module.last)
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        with torch.no_grad():
-            for own, trained in zip(module.teacher.parameters(), module.last.parameters(), strict=True):
-                own.lerp_(trained, 0.5)
+def copy_layer(trainer: Any, module: Any) -> None:
+    """Keep a copy of a layer in the module, in a hook after it was wrapped."""
+    module.teacher = copy.deepcopy(module.last)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"gradient_weighting": "logged"}])
-def test_a_layer_that_nothing_trains(arguments: dict[str, Any]) -> None:
+@torch.no_grad()
+def average_into_copy(trainer: Any, module: Any, *arguments: Any) -> None:
+    """Average the layer's weights into the copy."""
+    for own, trained in zip(module.teacher.parameters(), module.last.parameters(), strict=True):
+        own.lerp_(trained, 0.5)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_weighting": "logged"}])
+def test_a_layer_that_nothing_trains(options: dict[str, Any]) -> None:
     """A copy of a layer is not waited for, though it could be trained."""
-    single = SingleDeviceStrategy(**arguments)
-    wanted = fit_online(Copied(), Layers(), single, 1)
-
-    def run(rank: int) -> Any:
-        return fit_online(Copied(), Layers(), ThreadedStrategy(rank, 2, **arguments), 2)
-
-    for own in run_ranks(2, run):
-        torch.testing.assert_close(own, wanted, rtol=0, atol=1e-12)
+    check(
+        Trained,
+        LambdaCallback(on_fit_start=copy_layer, on_train_batch_end=average_into_copy),
+        options,
+        **EVEN,
+    )
 
 
 class Centered(Sums):
@@ -349,8 +272,7 @@ class Centered(Sums):
 def centers(by_hand: bool, ddp_kwargs: dict[str, Any]) -> list[Any]:
     """Train for four steps on two ranks; return what each has seen at the beginning of the last three."""
     modules = [Centered(by_hand=by_hand) for _ in range(2)]
-    data = torch.randn(8, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    fit_on_ranks(modules, DataLoader(TensorDataset(data), batch_size=1), ddp_kwargs)
+    fit_on_ranks(modules, data(24, 2), ddp_kwargs)
     return [module.seen for module in modules]
 
 

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from rankwise.callbacks import ModelCheckpoint
 from rankwise.errors import ConfigurationError
 from rankwise.precision import MasterWeightsPrecision, MixedPrecision, Precision
 from tests.helpers.exactness import weights
 from tests.unit.gradient_sync.helpers import Sums, assert_each, batch, fit_on_ranks, loss_of
-from tests.unit.trainer.helpers import Line, loader, trainer
+from tests.unit.trainer.helpers import Line, Stream, loader, trainer
 
 STEPS = 3
 SIZES = ((3, 1), (2, 2), (1, 4))  # of the two ranks' batches, step by step
@@ -56,16 +56,10 @@ class Fit(Sums):
         optimizer.step(closure)
 
 
-class Batches(IterableDataset[Tensor]):
-    """Has the batches of one rank."""
-
-    def __init__(self, rank: int, sizes: Sizes) -> None:
-        self.rank = rank
-        self.sizes = sizes
-
-    def __iter__(self) -> Any:
-        ranks = [step[self.rank] for step in self.sizes if len(step) > self.rank]
-        return (batch(self.rank, number, size) for number, size in enumerate(ranks))
+def batches(rank: int, sizes: Sizes) -> DataLoader[Any]:
+    """Return a loader of one rank's batches."""
+    of_rank = [step[rank] for step in sizes if len(step) > rank]
+    return DataLoader(Stream(batch(rank, n, size) for n, size in enumerate(of_rank)), batch_size=None)
 
 
 def fitted(is_manual: bool, sizes: Sizes, policy: str = "error", **options: Any) -> list[Tensor]:
@@ -73,7 +67,7 @@ def fitted(is_manual: bool, sizes: Sizes, policy: str = "error", **options: Any)
     modules = [Fit(by_hand=is_manual) for _ in sizes[0]]
     found = fit_on_ranks(
         modules,
-        lambda rank: DataLoader(Batches(rank, sizes), batch_size=None),
+        lambda rank: batches(rank, sizes),
         options,
         uneven_inputs=policy,
         use_distributed_sampler=False,
@@ -122,35 +116,33 @@ def test_clipping_and_logging(tmp_path: Path) -> None:
     """Each gradient is clipped; a batch is logged once, however often it is evaluated."""
     sizes, model = ((2,),) * STEPS, Fit(max_iter=2)
     train = trainer(tmp_path, gradient_clip_val=0.05)
-    train.fit(model, DataLoader(Batches(0, sizes), batch_size=None))
+    train.fit(model, batches(0, sizes))
     torch.testing.assert_close(weights(model), by_hand(sizes, 0.05, max_iter=2), rtol=0, atol=1e-12)
     assert train.callback_metrics["count"] == STEPS < model.evaluations
 
 
 def test_resuming(tmp_path: Path) -> None:
     """A run that goes on from a checkpoint ends the same."""
-    data = DataLoader(Batches(0, ((2,),) * STEPS), batch_size=None)
+    data = batches(0, ((2,),) * STEPS)
     saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
     expected, resumed = Fit(), Fit()
-    trainer(tmp_path, callbacks=saving, enable_checkpointing=True).fit(expected, data)
+    trainer(tmp_path, callbacks=saving).fit(expected, data)
     trainer(tmp_path).fit(resumed, data, ckpt_path=tmp_path / "step=1.ckpt")
     assert torch.equal(weights(resumed), weights(expected))
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("name", "value"),
     [
-        {"accumulate_grad_batches": 2},
-        {"on_nonfinite": "skip"},
-        {"precision": "16-mixed"},
-        {"precision": "bf16-master"},
+        *(("accumulate_grad_batches", 2), ("on_nonfinite", "skip")),
+        *(("precision", "16-mixed"), ("precision", "bf16-master")),
     ],
 )
-def test_what_cannot_be_combined(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_what_cannot_be_combined(tmp_path: Path, name: str, value: Any) -> None:
     """It is refused by name, before the first batch."""
     model = Fit()
-    with pytest.raises(ConfigurationError, match=f"{next(iter(options))}.* cannot be used with LBFGS"):
-        trainer(tmp_path, **options).fit(model, DataLoader(Batches(0, ((2,),)), batch_size=None))
+    with pytest.raises(ConfigurationError, match=f"{name}.* cannot be used with LBFGS"):
+        trainer(tmp_path, **{name: value}).fit(model, batches(0, ((2,),)))
     assert model.evaluations == 0
 
 

@@ -6,22 +6,20 @@ from typing import Any
 import pytest
 import torch
 
-from rankwise.callbacks import Callback
+from rankwise.callbacks import Callback, LambdaCallback
 from rankwise.trainer import Trainer
 from tests.unit.trainer.helpers import Line, loader, trainer
 
 
-class Cut(Callback):
-    """Saves a checkpoint after a batch, and raises then."""
+def cut_after(last: int, path: Path) -> Callback:
+    """Return a callback that saves a checkpoint after a batch, and raises then, once."""
 
-    def __init__(self, batch_idx: int, path: Path) -> None:
-        self.batch_idx = batch_idx
-        self.path = path
-
-    def on_train_batch_end(self, trainer: Trainer, module: Any, *arguments: Any) -> None:
-        if arguments[-1] == self.batch_idx and not self.path.exists():
-            trainer.save_checkpoint(self.path)
+    def cut(runs: Trainer, *arguments: Any) -> None:
+        if arguments[-1] == last and not path.exists():
+            runs.save_checkpoint(path)
             raise InterruptedError
+
+    return LambdaCallback(on_train_batch_end=cut)
 
 
 def train(folder: Path, *callbacks: Callback, **options: Any) -> Trainer:
@@ -41,14 +39,14 @@ def test_checkpoint_from_within_a_window(batch_idx: int, tmp_path: Path) -> None
     """Resuming goes back to the first batch of the window, whose gradients no checkpoint holds."""
     path, model = tmp_path / "cut.ckpt", Line()
     with pytest.raises(InterruptedError):
-        train(tmp_path, Cut(batch_idx, path)).fit(Line(), loader(14))
+        train(tmp_path, cut_after(batch_idx, path)).fit(Line(), loader(14))
     assert weights_after(train(tmp_path), model, path) == weights_after(train(tmp_path), Line())
     assert model.seen[0] == f"train {batch_idx - batch_idx % 3}"
 
 
 def test_fit_again_after_an_exception(tmp_path: Path) -> None:
     """The same trainer goes on with the same module, without gradients of the window that was cut short."""
-    model, cut = Line(), train(tmp_path, Cut(4, tmp_path / "cut.ckpt"))
+    model, cut = Line(), train(tmp_path, cut_after(4, tmp_path / "cut.ckpt"))
     with pytest.raises(InterruptedError):
         cut.fit(model, loader(14))
     assert weights_after(cut, model) == weights_after(train(tmp_path), Line())
@@ -58,7 +56,7 @@ def test_validation_before_a_window_that_is_repeated(tmp_path: Path) -> None:
     """What ran before the window, a validation too, does not run again."""
     path, model = tmp_path / "cut.ckpt", Line()
     with pytest.raises(InterruptedError):
-        train(tmp_path, Cut(4, path), val_check_interval=3).fit(Line(), loader(14), loader(2))
+        train(tmp_path, cut_after(4, path), val_check_interval=3).fit(Line(), loader(14), loader(2))
     train(tmp_path, val_check_interval=3).fit(model, loader(14), loader(2), ckpt_path=path)
     assert "".join(step[0] for step in model.seen) == "tttvt"
 
@@ -67,7 +65,7 @@ def test_going_on_with_longer_windows(tmp_path: Path) -> None:
     """Batches that are in the weights already do not count in the window into which training then falls."""
     path, expected = tmp_path / "cut.ckpt", Line()
     with pytest.raises(InterruptedError):
-        train(tmp_path, Cut(1, path), accumulate_grad_batches=1).fit(expected, loader(14))
+        train(tmp_path, cut_after(1, path), accumulate_grad_batches=1).fit(expected, loader(14))
     resumed = weights_after(train(tmp_path, max_steps=3), Line(), path)
     third = list(loader(14))[2]
     expected.zero_grad()

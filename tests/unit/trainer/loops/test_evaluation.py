@@ -33,16 +33,19 @@ def test_reductions(tmp_path: Path, reduce_fx: str, expected: float) -> None:
 
 
 def test_several_loaders(tmp_path: Path) -> None:
-    """Each loader has its metrics, and the step is told which it is."""
+    """Each loader has its metrics, or its list of predictions, and the step is told which it is."""
 
     class Several(Line):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             self.log("index", float(dataloader_idx))
 
-    assert trainer(tmp_path).validate(Several(), [loader(4), loader(2)]) == [
-        {"index/dataloader_idx_0": 0.0},
-        {"index/dataloader_idx_1": 1.0},
-    ]
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            return (dataloader_idx, batch_idx)
+
+    train, loaders = trainer(tmp_path), [loader(4), loader(2)]
+    metrics = [{"index/dataloader_idx_0": 0.0}, {"index/dataloader_idx_1": 1.0}]
+    assert train.validate(Several(), loaders) == metrics
+    assert train.predict(Several(), loaders) == [[(0, 0), (0, 1)], [(1, 0)]]
 
 
 def test_end_of_epoch_can_log(tmp_path: Path) -> None:
@@ -79,16 +82,6 @@ def test_predictions_in_order(tmp_path: Path) -> None:
     predictions = trainer(tmp_path).predict(Line(), loader(7))
     assert [len(batch) for batch in predictions] == [2, 2, 2, 1]
     assert torch.equal(torch.cat(predictions), samples(7).tensors[0][:, 0])
-
-
-def test_predictions_of_several_loaders(tmp_path: Path) -> None:
-    """Each loader has its list."""
-
-    class Several(Line):
-        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-            return (dataloader_idx, batch_idx)
-
-    assert trainer(tmp_path).predict(Several(), [loader(4), loader(2)]) == [[(0, 0), (0, 1)], [(1, 0)]]
 
 
 def test_limits(tmp_path: Path) -> None:

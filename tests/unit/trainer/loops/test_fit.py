@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from rankwise.callbacks import Callback
+from rankwise.callbacks import LambdaCallback
 from rankwise.errors import ConfigurationError, InvalidTypeError, LifecycleError
 from rankwise.monitoring.heartbeat import NO_FILE, own_heartbeat, write_heartbeat_to
-from rankwise.trainer import Trainer, TrainingModule
+from rankwise.trainer import TrainingModule
 from rankwise.trainer.data.loader_shard import LoaderShard
 from rankwise.trainer.data.train_data import TrainData
 from rankwise.trainer.loops.automatic import AutomaticOptimization
 from rankwise.trainer.loops.uneven_inputs import BatchSchedule
-from tests.unit.trainer.helpers import Line, loader, samples, trainer, with_second_rank
+from tests.unit.trainer.helpers import Failing, Line, fitted, loader, samples, trainer, with_second_rank
 
 
 def by_hand(batches: list[list[Any]], lr: float = 0.1) -> Tensor:
@@ -31,13 +31,6 @@ def by_hand(batches: list[list[Any]], lr: float = 0.1) -> Tensor:
             (nn.functional.mse_loss(model.layer(batch[0]), batch[1]) / len(group)).backward()
         optimizer.step()
     return model.layer.weight.detach()
-
-
-def test_plain_sgd(tmp_path: Path) -> None:
-    """The trainer does what a loop by hand does."""
-    model = Line()
-    trainer(tmp_path, max_epochs=2).fit(model, loader())
-    assert torch.equal(model.layer.weight, by_hand([[batch] for batch in loader()] * 2))
 
 
 def test_accumulation(tmp_path: Path) -> None:
@@ -69,24 +62,21 @@ def test_clipping(tmp_path: Path, algorithm: str) -> None:
     """Clipped gradients move the weights no further than clipping allows."""
     model = Line(lr=1.0)
     before = model.layer.weight.clone()
-    train = trainer(tmp_path, max_steps=1, gradient_clip_val=0.01, gradient_clip_algorithm=algorithm)
-    train.fit(model, loader())
+    fitted(tmp_path, model, max_steps=1, gradient_clip_val=0.01, gradient_clip_algorithm=algorithm)
     moved = (model.layer.weight - before).abs().max().item()
     assert 0 < moved <= 0.01 + 1e-6
 
 
 def test_max_steps(tmp_path: Path) -> None:
     """Training stops in the middle of an epoch, which is then not counted."""
-    train = trainer(tmp_path, max_epochs=-1, max_steps=6)
-    train.fit(Line(), loader())
+    train = fitted(tmp_path, max_epochs=-1, max_steps=6)
     assert (train.global_step, train.current_epoch) == (6, 1)
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(3, 3), (0.5, 2), (1.0, 4), (1, 1), (9, 4)])
 def test_limit_train_batches(tmp_path: Path, limit: float, expected: int) -> None:
     """A whole number limits batches, a fraction takes its part of them."""
-    train = trainer(tmp_path, limit_train_batches=limit)
-    train.fit(Line(), loader())
+    train = fitted(tmp_path, limit_train_batches=limit)
     assert (train.global_step, train.num_training_batches) == (expected, expected)
 
 
@@ -124,16 +114,15 @@ class Unsized:
 
 def test_iterable_without_length(tmp_path: Path) -> None:
     """A loader that does not know its length is read to its end, in every epoch."""
-    train = trainer(tmp_path, max_epochs=2, accumulate_grad_batches=3)
-    train.fit(Line(), Unsized())
+    train = fitted(tmp_path, None, Unsized(), max_epochs=2, accumulate_grad_batches=3)
     assert (train.global_step, train.current_epoch) == (4, 2)
 
 
 def test_fast_dev_run(tmp_path: Path) -> None:
-    """One batch of each loader, nothing written."""
+    """One batch of each loader, nothing written, no sanity check."""
     model = Line()
-    train = trainer(tmp_path, fast_dev_run=True, logger=True, enable_checkpointing=True, max_epochs=9)
-    train.fit(model, loader(), loader())
+    options = {"logger": True, "enable_checkpointing": True, "num_sanity_val_steps": 2}
+    fitted(tmp_path, model, loader(), loader(), fast_dev_run=True, max_epochs=9, **options)
     assert model.seen == ["train 0", "validate 0"]
     assert list(tmp_path.iterdir()) == []
 
@@ -246,7 +235,11 @@ def test_a_hook_that_is_switched_off(tmp_path: Path, of: str) -> None:
 
 
 def test_training_hooks_of_the_object(tmp_path: Path) -> None:
-    """A method may be set on the object; None in its place is none."""
+    """A method may be set on the object; None in its place is none, as is a method that nobody defines."""
+    with pytest.raises(ConfigurationError, match=r"Line does not define train_dataloader\(\)"):
+        trainer(tmp_path).fit(Line())
+    with pytest.raises(ConfigurationError, match=r"TrainingModule does not define test_step"):
+        trainer(tmp_path).test(TrainingModule(), loader())
     model: Any = Line()
     model.train_dataloader = loader
     trainer(tmp_path, limit_train_batches=1).fit(model)
@@ -330,26 +323,19 @@ def test_an_empty_loader_of_a_fits_validation(tmp_path: Path) -> None:
 def test_exception(tmp_path: Path) -> None:
     """An exception reaches the callbacks and the caller, and teardown hooks run."""
     seen: list[str] = []
+    callback = LambdaCallback(
+        on_exception=lambda *arguments: seen.append(str(arguments[-1])),
+        teardown=lambda *arguments: seen.append(arguments[-1]),
+    )
 
-    class Noting(Callback):
-        def on_exception(self, trainer: Trainer, module: TrainingModule, exception: BaseException) -> None:
-            seen.append(str(exception))
-
-        def teardown(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
-            seen.append(stage)
-
-    class Failing(Line):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            raise ValueError("loss is nan")
-
-    with pytest.raises(ValueError, match="loss is nan"):
-        trainer(tmp_path, callbacks=Noting()).fit(Failing(), loader())
-    assert seen == ["loss is nan", "fit"]
+    with pytest.raises(ValueError, match="broken"):
+        trainer(tmp_path, callbacks=callback).fit(Failing(), loader())
+    assert seen == ["broken", "fit"]
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_what_steps_return(tmp_path: Path, first: int) -> None:
-    """A step may return more than the loss, and one process may skip a batch, and its step, by None."""
+    """Training is a loop by hand. A step may return more than the loss, or None, to skip the batch."""
 
     class Generous(Line):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -358,9 +344,9 @@ def test_what_steps_return(tmp_path: Path, first: int) -> None:
                 return {"loss": loss, "batch": batch}
             return loss if batch_idx % 2 else None
 
-    model = Generous()
-    trainer(tmp_path).fit(model, loader())
-    assert torch.equal(model.layer.weight, by_hand([[batch] for batch in list(loader())[first :: first + 1]]))
+    model, batches = Generous(), [[batch] for batch in list(loader())[first :: first + 1]]
+    trainer(tmp_path, max_epochs=2).fit(model, loader())
+    assert torch.equal(model.layer.weight, by_hand(batches * 2))
 
 
 def test_none_with_other_ranks(tmp_path: Path) -> None:
@@ -404,8 +390,7 @@ def test_should_stop(tmp_path: Path) -> None:
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.trainer.should_stop = batch_idx == 1
 
-    train = trainer(tmp_path, max_epochs=5)
-    train.fit(Tired(), loader())
+    train = fitted(tmp_path, Tired(), max_epochs=5)
     assert (train.global_step, train.current_epoch) == (2, 0)
 
 
@@ -429,15 +414,6 @@ def test_nothing_to_optimise(tmp_path: Path, returned: Any) -> None:
         train.fit(model, loader())
     assert train.global_step == 4
     assert torch.equal(model.layer.weight, Line().layer.weight)
-
-
-def test_missing_parts(tmp_path: Path) -> None:
-    """A module without the step or the loader that a stage needs is refused before anything runs."""
-    train = trainer(tmp_path)
-    with pytest.raises(ConfigurationError, match=r"Line does not define train_dataloader"):
-        train.fit(Line())
-    with pytest.raises(ConfigurationError, match=r"TrainingModule does not define test_step"):
-        train.test(TrainingModule(), loader())
 
 
 def test_facts_of_the_module(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from torch.optim import SGD, Optimizer
 from rankwise.callbacks import Callback
 from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.trainer.module import TrainerOptimizer
-from tests.unit.trainer.helpers import Line, loader, trainer
+from tests.unit.gradient_sync.helpers import step_by_hand
+from tests.unit.trainer.helpers import Line, calls_in, fitted, loader, noting, trainer
 
 
 class Scheduled(Line):
@@ -57,26 +58,11 @@ c teardown, m teardown
 """
 
 
-def noting(base: type[Any], owner: str, names: set[str], seen: list[str]) -> Any:
-    """Return an instance of a subclass whose methods of these names note their calls."""
-
-    def method(name: str) -> Callable[..., Any]:
-        def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-            seen.append(f"{owner} {name}")
-            return getattr(base, name)(self, *args, **kwargs)
-
-        return noted
-
-    return type("Noting", (base,), {name: method(name) for name in names})()
-
-
 def test_lightnings_order(tmp_path: Path) -> None:
     """Two batches in one window, a step, a validation: the calls are Lightning's, in its order."""
-    expected, seen = LIGHTNINGS.replace("\n", " ").strip().split(", "), list[str]()
-    expected = [each.strip() for each in expected]
-    names = {owner: {each[2:] for each in expected if each[0] == owner} for owner in "cm"}
-    callback = noting(Callback, "c", names["c"], seen)
-    model = noting(Scheduled, "m", names["m"], seen)
+    expected, seen = calls_in(LIGHTNINGS), list[str]()
+    callback = noting(Callback(), "c", expected, seen)
+    model = noting(Scheduled(), "m", expected, seen)
     options = {"accumulate_grad_batches": 2, "limit_train_batches": 2, "limit_val_batches": 1}
     trainer(tmp_path, callbacks=callback, **options).fit(model, loader(), loader())
     assert seen == expected
@@ -254,8 +240,7 @@ def test_an_optimizer_that_calls_the_closure_twice(tmp_path: Path) -> None:
 
     model, by_hand = Sharp(WAYS["keyword"]), Twice()
     by_hand.automatic_optimization = False
-    train = trainer(tmp_path, limit_train_batches=1)
-    train.fit(model, loader())
+    train = fitted(tmp_path, model, limit_train_batches=1)
     assert torch.allclose(model.layer.weight, weights_of(by_hand, tmp_path, limit_train_batches=1))
     assert train.callback_metrics["loss"] == Line().loss(next(iter(loader())))
 
@@ -309,10 +294,8 @@ def test_backward(tmp_path: Path, is_automatic: bool) -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if self.automatic_optimization:
                 return self.loss(batch)
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch), retain_graph=True)
-            return optimizer.step()
+            step_by_hand(self, self.loss(batch), retain_graph=True)
+            return None
 
     model = Doubling()
     model.automatic_optimization = is_automatic
@@ -356,8 +339,7 @@ def test_schedulers_that_monitor(tmp_path: Path) -> None:
             seen.append(metric)
             super().lr_scheduler_step(scheduler, metric)
 
-    train = trainer(tmp_path)
-    train.fit(Plateau(), loader(), loader(2))
+    train = fitted(tmp_path, Plateau(), loader(), loader(2))
     assert seen == [train.callback_metrics["val_loss"].item()]
 
 
@@ -526,9 +508,7 @@ class Ending(Scheduled):
         self.ends.append("epoch")
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Detected call of `lr_scheduler.step"
-)  # nothing has stepped before batch 0
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # no step before it
 @pytest.mark.parametrize("at", [0, 2])
 def test_an_epoch_that_a_hook_ends(tmp_path: Path, at: int) -> None:
     """-1 ends it before the batch, without validation; the next epoch begins at its first batch."""
@@ -555,8 +535,7 @@ def test_an_unfinished_window_is_forgotten(tmp_path: Path) -> None:
             return -1 if batch_idx == 3 else None
 
     model, expected = Short(), Line()
-    train = trainer(tmp_path, max_epochs=2, accumulate_grad_batches=2)
-    train.fit(model, loader())
+    train = fitted(tmp_path, model, max_epochs=2, accumulate_grad_batches=2)
     trainer(tmp_path, max_epochs=2, accumulate_grad_batches=2, limit_train_batches=2).fit(expected, loader())
     assert train.global_step == 2
     assert torch.equal(model.layer.weight, expected.layer.weight)
@@ -570,6 +549,5 @@ def test_schedulers_of_an_epoch_that_a_hook_ends(tmp_path: Path) -> None:
             optimizer = SGD(self.parameters(), lr=1.0)
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
-    train = trainer(tmp_path, max_epochs=2)
-    train.fit(Epochs(2), loader())
+    train = fitted(tmp_path, Epochs(2), max_epochs=2)
     assert train.optimizers[0].param_groups[0]["lr"] == 0.25

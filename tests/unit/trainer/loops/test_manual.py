@@ -9,32 +9,11 @@ from torch import Tensor, nn
 
 from rankwise import DDPStrategy
 from rankwise.errors import ConfigurationError, InvalidArgumentError, LifecycleError, NonFiniteLossError
-from rankwise.gradient_sync import register_ddp_comm_hook
 from rankwise.precision import MasterWeightsPrecision, MixedPrecision
 from rankwise.strategies import SingleDeviceStrategy
 from rankwise.trainer.module import TrainerOptimizer
-from tests.helpers.threaded import ThreadedStrategy, run_ranks
-from tests.process.training_tasks import quiet_trainer
-from tests.unit.trainer.helpers import Line, loader, trainer
-
-
-class Duel(Line):
-    """Two layers, an optimizer for each, and a step that a test may replace."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.other = nn.Linear(2, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        first, second = self.optimizers()
-        for optimizer, layer in ((first, self.layer), (second, self.other)):
-            optimizer.zero_grad()
-            self.manual_backward(nn.functional.mse_loss(layer(batch[0]), batch[1]))
-            optimizer.step()
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.layer, self.other)]
+from tests.unit.gradient_sync.helpers import fit_on_ranks, registering, step_by_hand
+from tests.unit.trainer.helpers import Duel, Line, fitted, loader, saved, trainer
 
 
 def by_hand(layer: nn.Linear) -> Tensor:
@@ -64,17 +43,13 @@ def test_one_optimizer_is_not_a_list(tmp_path: Path) -> None:
 
     class Single(Duel):
         def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers()
-            seen.append(optimizer)
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            optimizer.step()
+            seen.append(self.optimizers())
+            step_by_hand(self, self.loss(batch))
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.layer.parameters(), lr=0.1)
 
-    train = trainer(tmp_path, max_steps=1)
-    train.fit(Single(), loader())
+    train = fitted(tmp_path, Single(), max_steps=1)
     [optimizer] = seen
     assert isinstance(optimizer, TrainerOptimizer)
     assert optimizer.optimizer is train.optimizers[0]
@@ -228,8 +203,7 @@ def test_schedulers_are_the_modules_business(tmp_path: Path) -> None:
             optimizers = super().configure_optimizers()
             return optimizers, [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in optimizers]
 
-    train = trainer(tmp_path, max_epochs=2)
-    train.fit(Scheduled(), loader())
+    train = fitted(tmp_path, Scheduled(), max_epochs=2)
     assert [optimizer.param_groups[0]["lr"] for optimizer in train.optimizers] == [0.025, 0.1]
 
 
@@ -311,24 +285,16 @@ def test_checkpoints_keep_both_optimizers(tmp_path: Path) -> None:
     whole, first, rest = Adams(), Adams(), Adams()
     first.load_state_dict(whole.state_dict())
     trainer(tmp_path, max_epochs=2).fit(whole, loader())
-    train = trainer(tmp_path, max_epochs=1)
-    train.fit(first, loader())
-    train.save_checkpoint(tmp_path / "a.ckpt")
-    trainer(tmp_path, max_epochs=2).fit(rest, loader(), ckpt_path=tmp_path / "a.ckpt")
+    path = saved(tmp_path, first, max_epochs=1)
+    trainer(tmp_path, max_epochs=2).fit(rest, loader(), ckpt_path=path)
     assert torch.equal(rest.other.weight, whole.other.weight)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "name"),
-    [
-        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches"),
-        ({"gradient_clip_val": 1.0}, "gradient_clip_val"),
-    ],
-)
-def test_arguments_that_have_no_effect(tmp_path: Path, arguments: dict[str, Any], name: str) -> None:
+@pytest.mark.parametrize(("name", "value"), [("accumulate_grad_batches", 2), ("gradient_clip_val", 1.0)])
+def test_arguments_that_have_no_effect(tmp_path: Path, name: str, value: float) -> None:
     """What manual optimisation leaves to the module is refused, before anything starts."""
     with pytest.raises(ConfigurationError, match=f"{name} has no effect"):
-        trainer(tmp_path, **arguments).fit(Duel(), loader())
+        trainer(tmp_path, **{name: value}).fit(Duel(), loader())
 
 
 @pytest.mark.parametrize(
@@ -346,17 +312,6 @@ def test_hooks_that_cannot_be_used(tmp_path: Path, arguments: dict[str, Any]) ->
         trainer(tmp_path, strategy=strategy, devices=2).fit(Duel(), loader())
 
 
-class Registered(ThreadedStrategy):
-    """Registers a communication hook with the module that it has wrapped."""
-
-    name: str
-
-    def setup_module(self, module: nn.Module) -> nn.Module:
-        wrapped = super().setup_module(module)
-        register_ddp_comm_hook(wrapped, hook=self.name)
-        return wrapped
-
-
 class Weighted(Duel):
     """Each rank's backward passes have another weight."""
 
@@ -372,15 +327,8 @@ def test_hooks_of_the_wrapper_with_logged_weights(name: str) -> None:
     """A hook does not average weights, so it is left out; one that keeps gradients is refused."""
 
     def fit(hook: str) -> list[Tensor]:
-        models = [Weighted(), Weighted()]
-
-        def run(rank: int) -> Tensor:
-            strategy = Registered(rank, 2, gradient_weighting="logged")
-            strategy.name = hook
-            quiet_trainer(strategy, 2, max_epochs=1).fit(models[rank], loader())
-            return models[rank].layer.weight.detach()
-
-        return run_ranks(2, run)
+        options = {"gradient_weighting": "logged"}
+        return fit_on_ranks([Weighted(), Weighted()], loader(), options, registering(hook))
 
     if name == "powersgd":
         with pytest.raises(ConfigurationError, match="PowerSGDMemory cannot be used in manual optimisation"):

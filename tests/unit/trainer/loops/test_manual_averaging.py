@@ -13,8 +13,6 @@ from rankwise import TrainingModule
 from rankwise.errors import ConfigurationError
 from rankwise.precision import MixedPrecision
 from tests.helpers.exactness import Case, Model, expected_weights, loader
-from tests.helpers.threaded import ThreadedStrategy, run_ranks
-from tests.process.training_tasks import quiet_trainer
 from tests.unit.gradient_sync.helpers import assert_each, fit_on_ranks
 
 # Batches of 4 and 2 samples on rank 0, of 4 and 1 on rank 1; then rank 1 repeats its last one.
@@ -173,12 +171,7 @@ def test_a_skipped_step_of_gradients_of_ones_own() -> None:
     """All ranks skip a step for which one rank's own gradients overflow, whatever was averaged since."""
     modules = [Overflowing() for _ in range(2)]
     before = modules[0].first.weight.detach().clone()
-
-    def fit(rank: int) -> None:
-        precision = MixedPrecision("16-mixed", init_scale=2.0**8)
-        trainer = quiet_trainer(ThreadedStrategy(rank, 2), 2, plugins=precision, max_steps=1)
-        trainer.fit(modules[rank], DataLoader(TensorDataset(torch.ones(2, 1)), batch_size=1))
-
-    run_ranks(2, fit)
+    data = DataLoader(TensorDataset(torch.ones(2, 1)), batch_size=1)
+    fit_on_ranks(modules, data, plugins=MixedPrecision("16-mixed", init_scale=2.0**8), max_steps=1)
     for module in modules:
         assert torch.equal(module.first.weight, before)

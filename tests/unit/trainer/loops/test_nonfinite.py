@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rankwise import DDPStrategy
 from rankwise.errors import ConfigurationError, NonFiniteLossError
-from rankwise.gradient_sync import register_ddp_comm_hook
 from rankwise.precision import MixedPrecision
-from tests.helpers.threaded import ThreadedStrategy
-from tests.unit.gradient_sync.helpers import fit_on_ranks
-from tests.unit.trainer.helpers import Line, loader, trainer
+from tests.unit.gradient_sync.helpers import fit_on_ranks, registering
+from tests.unit.trainer.helpers import Line, fitted, loader, trainer
 
 
 class Spoilt(Line):
@@ -86,8 +84,7 @@ def test_a_skipped_step_leaves_the_learning_rate(tmp_path: Path) -> None:
             scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    train = trainer(tmp_path, on_nonfinite="skip")
-    train.fit(Scheduled(float("nan")), loader())
+    train = fitted(tmp_path, Scheduled(float("nan")), on_nonfinite="skip")
     assert train.optimizers[0].param_groups[0]["lr"] == 1.0 / 8
 
 
@@ -157,21 +154,12 @@ def test_averaged_models_where_a_step_is_skipped(tmp_path: Path, caplog: pytest.
     assert caplog.text.count("This step is skipped") == 1
 
 
-class Registered(ThreadedStrategy):
-    """Registers a hook with the module that it has wrapped, after which gradients stay on their rank."""
-
-    def setup_module(self, module: nn.Module) -> nn.Module:
-        wrapped = super().setup_module(module)
-        register_ddp_comm_hook(wrapped, hook="noop")
-        return wrapped
-
-
 @pytest.mark.ranks_may_differ("its hook averages nothing")
 def test_ranks_agree_with_a_hook_that_is_registered_later(tmp_path: Path) -> None:
     """A NaN that stays on rank 1 makes rank 0 skip its step too."""
     models = [Spoilt(1.0), Spoilt(float("nan"))]
     options: dict[str, Any] = {"max_epochs": -1, "max_steps": 3, "check_ranks_every_n_steps": 0}
-    fit_on_ranks(models, loader(), None, Registered, on_nonfinite="skip", **options)
+    fit_on_ranks(models, loader(), None, registering("noop"), on_nonfinite="skip", **options)
     for first, second, third in (model.weights for model in models):
         assert torch.equal(first, second)
         assert not torch.equal(second, third)

@@ -10,11 +10,11 @@ import torch
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
-from rankwise.callbacks import Callback
+from rankwise.callbacks import LambdaCallback
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, UnknownArgumentError
 from rankwise.trainer import Trainer, TrainingModule
 from rankwise.trainer.loops.optimizers import SchedulerConfig, configure
-from tests.unit.trainer.helpers import Line, loader, trainer
+from tests.unit.trainer.helpers import Line, fitted, loader, trainer
 
 
 class Returning(Line):
@@ -99,8 +99,7 @@ def test_when_schedulers_step(
 ) -> None:
     """After every n-th epoch, or every n-th batch, also with accumulation; each epoch counts anew."""
     model = Returning(partial(_with_options, options))
-    train = trainer(tmp_path, max_epochs=2, accumulate_grad_batches=accumulate)
-    train.fit(model, loader(2 * batches))
+    train = fitted(tmp_path, model, loader(2 * batches), max_epochs=2, accumulate_grad_batches=accumulate)
     assert train.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-3 * 0.5**halvings)
 
 
@@ -162,20 +161,17 @@ def test_config_is_public() -> None:
     assert (type(config), config.interval, config.frequency) == (SchedulerConfig, "epoch", 1)
 
 
-class Replacing(Callback):
-    """Replaces optimizer and scheduler when the fit starts."""
-
-    def on_fit_start(self, trainer: Trainer, module: TrainingModule) -> None:
-        trainer.optimizers = [SGD(module.parameters(), lr=0.0)]
-        trainer.lr_scheduler_configs = [SchedulerConfig(ExponentialLR(trainer.optimizers[0], 0.5))]
+def replace(trainer: Trainer, module: TrainingModule) -> None:
+    """Replace optimizer and scheduler."""
+    trainer.optimizers = [SGD(module.parameters(), lr=0.0)]
+    trainer.lr_scheduler_configs = [SchedulerConfig(ExponentialLR(trainer.optimizers[0], 0.5))]
 
 
 def test_a_callback_may_replace_them(tmp_path: Path) -> None:
     """The fit steps the optimizer and the scheduler that the trainer has then."""
     model = Line()
     before = model.layer.weight.detach().clone()
-    train = trainer(tmp_path, callbacks=Replacing())
-    train.fit(model, loader())
+    train = fitted(tmp_path, model, callbacks=LambdaCallback(on_fit_start=replace))
     assert torch.equal(model.layer.weight, before)
     assert train.lr_scheduler_configs[0].scheduler.last_epoch == 1
 
@@ -210,8 +206,7 @@ def test_learning_rates_are_lightnings(tmp_path: Path, make: Any, rate: float) -
         def configure_optimizers(self) -> Any:
             return make(SGD(self.parameters(), lr=1.0))
 
-    train = trainer(tmp_path, max_epochs=2)
-    train.fit(Module(), loader())
+    train = fitted(tmp_path, Module(), max_epochs=2)
     assert (train.optimizers[0].param_groups[0]["lr"], train.global_step) == (rate, 8)
 
 
@@ -243,8 +238,7 @@ def test_reduce_on_plateau(tmp_path: Path) -> None:
         def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
             scheduler.step(metric)
 
-    train = trainer(tmp_path)
-    train.fit(Module(), loader())
+    train = fitted(tmp_path, Module())
     assert scheduler.seen == [float(train.callback_metrics["loss"])]
 
 

@@ -1,17 +1,17 @@
 """Padding steps of models that do not use all parameters for all batches: optimizers see one process's."""
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from tests.helpers.exactness import Case, Model, dataset, expected_weights, loader
+from tests.helpers.exactness import Case, Model, expected_weights, loader
 from tests.helpers.threaded import counted_reductions
-from tests.unit.gradient_sync.helpers import assert_each, fit_on_ranks
+from tests.unit.gradient_sync.helpers import assert_each, fit_on_ranks, step_by_hand
+from tests.unit.trainer.helpers import Stream
 
 # Rank 0 has three batches, rank 1 two; the one that rank 1 repeats uses the branch, rank 0's third does not.
 CASE = Case(2, 5, 1, 1, kind="branching", weighting="logged", uneven_inputs="join")
@@ -26,28 +26,15 @@ class Manual(Model):
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]  # steps by itself
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch[0]))
-        optimizer.step()
-
-
-class Unsized(IterableDataset[Any]):
-    """Has a rank's samples, and does not say how many."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def __iter__(self) -> Iterator[Any]:
-        data = dataset(CASE.num_samples)
-        return (data[number] for number in range(self.rank, CASE.num_samples, 2))
+        step_by_hand(self, self.loss(batch[0]))
 
 
 def train(case: Case, kind: type[Model] = Model, *, is_sized: bool = True, **options: Any) -> list[Tensor]:
     """Fit on two threads; return each rank's weights."""
     modules = [kind(case) for _ in range(2)]
     options = {**case.strategy_options, **options}
-    data = loader(case) if is_sized else lambda rank: DataLoader(Unsized(rank), batch_size=1)
+    batches = list(loader(case))
+    data = loader(case) if is_sized else lambda rank: DataLoader(Stream(batches[rank::2]), batch_size=None)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="find_unused_parameters")  # not what this is about
         return fit_on_ranks(modules, data, options, use_distributed_sampler=is_sized, **case.trainer_options)

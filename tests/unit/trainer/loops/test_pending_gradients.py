@@ -1,6 +1,5 @@
 """Gradients of manual optimisation that wait for a step: in checkpoints, and between two fits."""
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,8 @@ from torch import Tensor, nn
 from rankwise import Trainer, TrainingModule
 from rankwise.callbacks import ModelCheckpoint
 from rankwise.errors import CheckpointError
-from rankwise.trainer.data.stage_loaders import StageLoaders
-from rankwise.trainer.stages import Stage
-from rankwise.trainer.state_transfer import restore
-from rankwise.trainer.trainer import _run_on_rank
 from tests.process.training_tasks import quiet_trainer
-from tests.unit.trainer.helpers import loader, sent_back, trainer
+from tests.unit.trainer.helpers import fit_elsewhere, loader, saved, trainer
 
 BATCHES = 5  # of an epoch, so that windows of two batches end in the next one
 
@@ -71,7 +66,7 @@ def test_checkpoints_between_clipping_and_step(tmp_path: Path, precision: str) -
     """A run that goes on from such a checkpoint ends with the same weights, to the last bit."""
     saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
     options: dict[str, Any] = {"precision": precision}
-    expected = fitted(tmp_path, callbacks=saving, enable_checkpointing=True, **options)
+    expected = fitted(tmp_path, callbacks=saving, **options)
     torch.testing.assert_close(fitted(tmp_path, **options), expected, rtol=0, atol=0)
     for step in (1, 3, 4, 7):
         weights = fitted(tmp_path, ckpt_path=tmp_path / f"step={step}.ckpt", **options)
@@ -79,17 +74,11 @@ def test_checkpoints_between_clipping_and_step(tmp_path: Path, precision: str) -
 
 
 def fit_once(train: Trainer, model: Waiting, *, is_pickled: bool) -> None:
-    """Fit; or as spawn does: copies of trainer and module train, and their state is restored here."""
-    if not is_pickled:
+    """Fit here, or as spawn does."""
+    if is_pickled:
+        fit_elsewhere(train, model, data=loader(2 * BATCHES))
+    else:
         train.fit(model, loader(2 * BATCHES))
-        return
-    train._set_module(model, "fit")
-    other_train, other_model = pickle.loads(pickle.dumps((train, model)))
-    stage = Stage(StageLoaders("fit", {"train": loader(2 * BATCHES), "validate": None}), seed=0)
-    arguments = {"model": other_model, "trainer": other_train, "stage": stage, "brings_state_back": True}
-    _, state = sent_back(lambda: train.strategy.launch(_run_on_rank, **arguments), model)
-    assert state is not None
-    restore(train.context(model), state)
 
 
 def fit_twice(way: str, between: Any = lambda model, optimizers: None, **options: Any) -> Tensor:
@@ -161,17 +150,12 @@ def test_a_checkpoint_within_a_step(tmp_path: Path) -> None:
 
 def test_a_checkpoint_after_a_fit(tmp_path: Path) -> None:
     """It has the gradients that are on the parameters, also on those that are in no module."""
-    train = trainer(tmp_path)
-    train.fit(Waiting(), loader(2 * BATCHES))
-    train.save_checkpoint(tmp_path / "after.ckpt")
-    saved = torch.load(tmp_path / "after.ckpt")["gradients"]
-    assert {"seldom.weight", "seldom.bias", "2 of optimizer 1"} <= set(saved)
+    gradients = torch.load(saved(tmp_path, Waiting(), loader(2 * BATCHES)))["gradients"]
+    assert {"seldom.weight", "seldom.bias", "2 of optimizer 1"} <= set(gradients)
 
 
 def test_gradients_for_another_precision(tmp_path: Path) -> None:
     """Scaled gradients are refused where losses are not scaled."""
-    train = trainer(tmp_path, precision="16-mixed")
-    train.fit(Waiting(), loader(2 * BATCHES))
-    train.save_checkpoint(tmp_path / "after.ckpt")
+    path = saved(tmp_path, Waiting(), loader(2 * BATCHES), precision="16-mixed")
     with pytest.raises(CheckpointError, match="holds gradients that wait"):
-        fitted(tmp_path, ckpt_path=tmp_path / "after.ckpt")
+        fitted(tmp_path, ckpt_path=path)

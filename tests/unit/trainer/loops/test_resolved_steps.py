@@ -10,14 +10,9 @@ import pytest
 from torch import Tensor
 from typing_extensions import override
 
-from rankwise.callbacks import Callback
-from rankwise.environments import ClusterEnvironment
-from rankwise.launchers import Launcher
-from rankwise.launchers.inline import InlineLauncher
-from rankwise.ranks import RankInfo
-from rankwise.strategies import Strategy
-from rankwise.strategies.placement import Placement
-from tests.unit.trainer.helpers import Line, loader, trainer
+from rankwise.callbacks import LambdaCallback
+from rankwise.strategies import SingleDeviceStrategy
+from tests.unit.trainer.helpers import Line, fitted, loader, trainer
 
 CALLS = 92  # of rankwise's functions, for a step of one process that logs nothing
 
@@ -55,18 +50,14 @@ def test_calls_of_a_step(tmp_path: Path) -> None:
 def test_a_callback_added_within_a_step(tmp_path: Path) -> None:
     """A callback that is appended to the list counts from the next hook on."""
     seen: list[str] = []
-
-    class Added(Callback):
-        @override
-        def on_after_backward(self, trainer: Any, module: Any) -> None:
-            seen.append(f"after {module.seen[-1]}")
+    added = LambdaCallback(on_after_backward=lambda _, module: seen.append(f"after {module.seen[-1]}"))
 
     class Adding(Silent):
         @override
         def on_before_backward(self, loss: Tensor) -> None:
             self.seen.append(f"backward {self.global_step}")
             if self.global_step == 1:
-                self.trainer.callbacks.append(Added())
+                self.trainer.callbacks.append(added)
 
     trainer(tmp_path).fit(Adding(), loader(6))
     assert seen == ["after backward 1", "after backward 2"]
@@ -117,20 +108,10 @@ def test_windows_changed_within_an_epoch(tmp_path: Path, size: int) -> None:
     assert seen == ([1, 2, 2, 3] if size == 1 else [0, 1, 2, 3])
 
 
-class OwnBlock(Strategy):
+class OwnBlock(SingleDeviceStrategy):  # type: ignore[misc]  # one that differs from the real one in this alone
     """One process, with its own block for a batch."""
 
     entered = 0
-
-    @override
-    def place_ranks(
-        self, environment: ClusterEnvironment, local_world_size: int, num_nodes: int | None
-    ) -> RankInfo:
-        return RankInfo()
-
-    @override
-    def create_launcher(self, placement: Placement) -> Launcher:
-        return InlineLauncher(placement.ranks)
 
     @override
     def gradient_sync_context(self, *args: Any, **options: Any) -> AbstractContextManager[None]:
@@ -140,7 +121,6 @@ class OwnBlock(Strategy):
 
 def test_a_strategy_with_its_own_block(tmp_path: Path) -> None:
     """A strategy's own `gradient_sync_context` is entered for each batch, also on one rank."""
-    train = trainer(tmp_path, strategy=OwnBlock(accelerator="cpu", devices=1))
-    train.fit(Silent(), loader(6))
+    train = fitted(tmp_path, Silent(), loader(6), strategy=OwnBlock(accelerator="cpu", devices=1))
     assert isinstance(train.strategy, OwnBlock)
     assert train.strategy.entered == 3

@@ -10,7 +10,7 @@ from typing_extensions import override
 from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from rankwise.errors import ConfigurationError
 from rankwise.loggers import CSVLogger
-from tests.unit.trainer.helpers import Line, loader, trainer
+from tests.unit.trainer.helpers import Line, fitted, loader, saved, trainer
 
 
 class Notes(Callback):
@@ -48,8 +48,7 @@ class Draws(Line):
 def test_steps_before_training(tmp_path: Path) -> None:
     """The batches run before the first epoch, between two hooks; their metrics are thrown away."""
     model, notes = Line(), Notes()
-    train = trainer(tmp_path, num_sanity_val_steps=2, callbacks=notes)
-    train.fit(model, loader(count=2), loader())
+    train = fitted(tmp_path, model, loader(count=2), loader(), num_sanity_val_steps=2, callbacks=notes)
     validated = [f"validate {number}" for number in range(4)]
     assert model.seen == [*validated[:2], "train 0", *validated]
     assert notes.seen == [("start", True, False), ("end", [2], ["val_loss"]), ("train", False, {})]
@@ -104,7 +103,6 @@ def test_nothing_is_saved_logged_or_stopped(tmp_path: Path) -> None:
         tmp_path,
         num_sanity_val_steps=1,
         callbacks=[stopping, saving],
-        enable_checkpointing=True,
         logger=logger,
         log_every_n_steps=1,
     )
@@ -118,9 +116,7 @@ def test_nothing_is_saved_logged_or_stopped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("steps", [2, 3])
 def test_a_run_that_continues(tmp_path: Path, steps: int) -> None:
     """As in Lightning, it is checked, unless it continues within an epoch; it ends as without the check."""
-    path, first = tmp_path / "first.ckpt", trainer(tmp_path, max_epochs=2, max_steps=steps)
-    first.fit(Draws(), loader(count=4, batch_size=2))
-    first.save_checkpoint(path)
+    path = saved(tmp_path, Draws(), loader(count=4, batch_size=2), max_epochs=2, max_steps=steps)
     ends = []
     for checked in (0, 1):
         model, train = Draws(), trainer(tmp_path, max_epochs=2, num_sanity_val_steps=checked)
@@ -146,13 +142,6 @@ def test_metric_objects(tmp_path: Path) -> None:
     model = Counts()
     trainer(tmp_path, num_sanity_val_steps=1).fit(model, loader(), loader(count=2))
     assert model.total.compute() == 1
-
-
-def test_no_check_in_a_fast_dev_run(tmp_path: Path) -> None:
-    """A `fast_dev_run` has none."""
-    fast = Line()
-    trainer(tmp_path, fast_dev_run=True, num_sanity_val_steps=2).fit(fast, loader(), loader())
-    assert fast.seen == ["train 0", "validate 0"]
 
 
 def test_an_error_comes_before_training(tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ import torch
 from typing_extensions import override
 
 from rankwise.callbacks import Callback, ModelCheckpoint
-from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
+from rankwise.checkpoint import AsyncCheckpointIO
 from rankwise.environments import LocalEnvironment, SlurmEnvironment
 from rankwise.errors import ConfigurationError
 from rankwise.processes.signals import DEBOUNCE_S, INTERRUPT_NOTICE
 from rankwise.trainer import Trainer
 from tests.unit.environments.variables import step
-from tests.unit.trainer.helpers import Line, loader, trainer
+from tests.unit.trainer.helpers import Line, SlowIO, loader, saved, trainer
 
 
 class Queue(LocalEnvironment):  # type: ignore[misc]  # one that differs from the real one in this alone
@@ -104,7 +104,7 @@ def test_an_own_handler_is_called_too(tmp_path: Path) -> None:
 def test_requeue(tmp_path: Path) -> None:
     """The scheduler's signal stops training like SIGTERM, and the job goes back into the queue."""
     saving = ModelCheckpoint(dirpath=tmp_path / "kept")
-    train = trainer(tmp_path, plugins=[Queue()], callbacks=[saving], enable_checkpointing=True)
+    train = trainer(tmp_path, plugins=[Queue()], callbacks=[saving])
     assert stopped(Signalled(signal.SIGUSR1), train) == 143
     assert Queue.requeued == 1
     assert (tmp_path / "kept" / "last.ckpt").exists()
@@ -135,25 +135,13 @@ def test_a_requeued_job_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         step_of_slurm(1, auto_requeue=False),
     ):
         assert batches(other) == whole
-    first = trainer(tmp_path, max_steps=1)
-    first.fit(Line(), loader())
-    first.save_checkpoint(tmp_path / "first.ckpt")
-    assert batches(step_of_slurm(1), ckpt_path=tmp_path / "first.ckpt") == whole[1:]
+    assert batches(step_of_slurm(1), ckpt_path=saved(tmp_path, max_steps=1)) == whole[1:]
 
 
 def test_the_checkpoint_of_a_requeued_job_has_no_name(tmp_path: Path) -> None:
     """Lightning's name for it is refused, and the error says what to do."""
     with pytest.raises(ConfigurationError, match=r'ckpt_path="hpc".*\n.*\n.*leave it out'):
         trainer(tmp_path).fit(Line(), loader(), ckpt_path="hpc")
-
-
-class SlowIO(TorchCheckpointIO):  # type: ignore[misc]  # one that differs from the real one in this alone
-    """Takes its time."""
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any) -> None:
-        time.sleep(0.3)
-        super().save_checkpoint(checkpoint, path)
 
 
 def test_a_job_is_requeued_once_its_checkpoint_is_there(tmp_path: Path) -> None:

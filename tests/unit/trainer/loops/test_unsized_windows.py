@@ -1,15 +1,15 @@
 """Accumulation windows whose number of batches is known late: data without a length ends within them."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from tests.helpers.exactness import weights
 from tests.unit.gradient_sync.helpers import Sums, assert_each, batch, fit_on_ranks, loss_of
+from tests.unit.trainer.helpers import Stream
 
 MODES: tuple[dict[str, Any], ...] = (
     {},
@@ -17,17 +17,6 @@ MODES: tuple[dict[str, Any], ...] = (
     {"sync_mode": "forced_sync"},
     {"gradient_weighting": "logged"},
 )
-
-
-class Stream(IterableDataset[Tensor]):
-    """Has `count` batches of one rank, and does not say how many."""
-
-    def __init__(self, rank: int, count: int) -> None:
-        self.rank = rank
-        self.count = count
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (batch(self.rank, number) for number in range(self.count))
 
 
 class Fit(Sums):
@@ -46,7 +35,7 @@ def fitted(counts: tuple[int, ...], accumulate: int, policy: str, **options: Any
     """Fit two epochs on threads; return each rank's weights."""
     return fit_on_ranks(
         [Fit() for _ in counts],
-        lambda rank: DataLoader(Stream(rank, counts[rank]), batch_size=None),
+        lambda rank: DataLoader(Stream(batch(rank, n) for n in range(counts[rank])), batch_size=None),
         options,
         max_epochs=2,
         uneven_inputs=policy,

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.threaded import ThreadedStrategy, run_ranks
-from tests.unit.trainer.helpers import Line, loader, trainer
+from tests.unit.gradient_sync.helpers import fit_on_ranks
+from tests.unit.trainer.helpers import Line, loader, saved, trainer
 
 pytestmark = pytest.mark.timeout(60)  # where such an epoch never ends
 
@@ -48,14 +48,7 @@ def test_validated_before_it_was_stopped(tmp_path: Path) -> None:
 
 def test_too_few_samples_for_more_ranks(tmp_path: Path) -> None:
     """With `drop_last`, samples that are a batch of one rank, but no batch of each of two, are left out."""
-    path = tmp_path / "one.ckpt"
-    first = trainer(tmp_path, max_epochs=2, max_steps=1)
-    first.fit(Line(), loader(5, drop_last=True))
-    first.save_checkpoint(path)
-
-    def fit(rank: int) -> tuple[int, int]:
-        resumed = trainer(tmp_path, strategy=ThreadedStrategy(rank, 2), devices=2, max_epochs=2)
-        resumed.fit(Line(), loader(5, drop_last=True), ckpt_path=path)
-        return resumed.current_epoch, resumed.global_step
-
-    assert run_ranks(2, fit) == [(2, 2)] * 2
+    path = saved(tmp_path, None, loader(5, drop_last=True), max_epochs=2, max_steps=1)
+    modules = [Line(), Line()]
+    fit_on_ranks(modules, loader(5, drop_last=True), ckpt_path=path, max_epochs=2)
+    assert [(module.current_epoch, module.global_step) for module in modules] == [(2, 2)] * 2

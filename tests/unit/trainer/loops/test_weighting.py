@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from rankwise.errors import NonFiniteLossError
-from tests.unit.gradient_sync.helpers import Sums, assert_each, batch, fit_alone, fit_on_ranks
+from tests.unit.gradient_sync.helpers import Sums, assert_each, batch, fit_alone, fit_on_ranks, step_by_hand
 
 WINDOW = 2
 
@@ -27,7 +27,7 @@ class Weighed(Sums):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         weight, loss = self.size * ((batch_idx + self.global_rank) % 3), self.loss(batch)
         if not self.automatic_optimization:
-            return self.step_by_hand(loss, weight=weight)
+            return step_by_hand(self, loss, weight=weight)
         self.log_weight(weight)
         return loss
 
@@ -116,7 +116,7 @@ class Tokens(Sums):
         loss, weight = self.loss(batch), batch[1].sum()
         if self.automatic_optimization:
             return {"loss": loss, "weight": weight}
-        return self.step_by_hand(loss, weight=weight)
+        return step_by_hand(self, loss, weight=weight)
 
 
 def fitted(
