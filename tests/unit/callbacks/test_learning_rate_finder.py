@@ -2,7 +2,6 @@
 
 import math
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +13,19 @@ from torch.utils.data import Dataset
 from rankwise import DataModule
 from rankwise.callbacks import LearningRateCurve, LearningRateFinder, ModelCheckpoint
 from rankwise.errors import ConfigurationError, InvalidArgumentError, MissingExtraError
-from rankwise.loggers import Logger
-from tests.unit.trainer.helpers import Line, fitted, samples, trainer, without_package
+from tests.unit.trainer.helpers import Duel, Line, Recording, fitted, samples, trainer, without_package
 from tests.unit.trainer.helpers import loader as batches
 
 
-class Noting(Logger):
+class Noting(Recording):
     """Has an experiment, and a method that other loggers do not have."""
-
-    def __init__(self) -> None:
-        self.noted: list[float] = []
 
     @property
     def experiment(self) -> Any:
-        return self.noted
+        return self.metrics
 
     def log_more(self, value: float) -> None:
-        self.noted.append(value)
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        self.noted.append(metrics["epoch"])
+        self.metrics.append((None, {"more": value}))
 
 
 def loader(**options: Any) -> Any:
@@ -54,7 +46,7 @@ class Rising(Line):
         self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
         assert (self.logger is not None) == self.logs
         if self.logger is not None:
-            self.logger.experiment.append(1.0)
+            self.logger.experiment.append(1)
             self.logger.log_more(2.0)  # type: ignore[attr-defined]  # of the test's logger
 
     def configure_optimizers(self) -> Any:
@@ -70,7 +62,7 @@ def curve_of(finder: LearningRateFinder) -> LearningRateCurve:
 def test_the_rates_of_a_search(tmp_path: Path) -> None:
     """They rise from the lowest to the highest, over several epochs, and the last steps may be left out."""
     finder = LearningRateFinder(1e-4, 1e-2, 10, early_stop_threshold=None, update_attr=False)
-    trainer(tmp_path, callbacks=finder, max_steps=2).fit(Rising(), loader())
+    fitted(tmp_path, Rising(), loader(), callbacks=finder, max_steps=2)
     curve = curve_of(finder)
     assert curve.results["lr"] == pytest.approx([1e-4 * 100 ** (part / 10) for part in (0, *range(2, 11))])
     assert len(curve.results["loss"]) == 10
@@ -112,7 +104,7 @@ def test_a_search_leaves_no_traces(tmp_path: Path) -> None:
         train.fit(module, loader(shuffle=True), loader())
         files = sorted(path.name for path in Path(saving.dirpath or "").iterdir())
         weights, number = module.layer.weight.tolist(), torch.rand(1).item()
-        results.append((weights, module.rates, files, logger.noted, number))
+        results.append((weights, module.rates, files, logger.metrics, number))
     assert results[0] == results[1]
 
 
@@ -131,8 +123,8 @@ def test_the_fit_uses_it(tmp_path: Path) -> None:
     for max_epochs in (1, 2):  # the first start of a run that looks for its last checkpoint searches
         finder = LearningRateFinder(1e-3, 1.0, 20)
         saving = ModelCheckpoint(tmp_path, save_last=True)
-        train = trainer(tmp_path, callbacks=[finder, saving], max_epochs=max_epochs)
-        train.fit(Rising(), loader(), ckpt_path="last")
+        options = {"callbacks": [finder, saving], "max_epochs": max_epochs}
+        fitted(tmp_path, Rising(), loader(), ckpt_path="last", **options)
         searched.append(finder.optimal_lr is not None)
     assert searched == [True, False]
 
@@ -179,10 +171,6 @@ def test_no_suggestion(tmp_path: Path) -> None:
     assert finder.optimal_lr is None
 
 
-class Manual(Line):
-    automatic_optimization = False
-
-
 class Searching(Line):
     """A search is a fit of its own."""
 
@@ -200,7 +188,7 @@ class WithLock(Line):
     ("module", "finder", "problem"),
     [
         (Line(), LearningRateFinder(attr_name="rate"), r"finds no learning rate(?s:.*)'rate'"),
-        (Manual(), LearningRateFinder(), "cannot step the optimizers of Manual"),
+        (Duel(), LearningRateFinder(), "cannot step the optimizers of Duel"),
         (WithLock(), LearningRateFinder(), "cannot copy WithLock"),
     ],
 )

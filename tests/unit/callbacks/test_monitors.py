@@ -1,46 +1,32 @@
 """What `DeviceStatsMonitor` and `ThroughputMonitor` log."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rankwise.callbacks import Callback, DeviceStatsMonitor, ThroughputMonitor
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, MissingExtraError
-from rankwise.loggers import Logger
-from tests.unit.trainer.helpers import Line, loader, trainer, without_package
+from tests.unit.trainer.helpers import Line, Recording, fitted, loader, without_package
 
 
-class Noting(Logger):
-    """Keeps the metrics of callbacks."""
-
-    def __init__(self) -> None:
-        self.found: list[tuple[int | None, dict[str, float]]] = []
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        if "epoch" not in metrics:
-            self.found.append((step, dict(metrics)))
-
-
-def logged(folder: Path, callback: Callback, module: Line, **options: Any) -> Noting:
-    logger = Noting()
-    options = {"log_every_n_steps": 2, **options}
-    trainer(folder, callbacks=callback, logger=logger, **options).fit(module, loader(), loader())
-    return logger
+def logged(folder: Path, callback: Callback, module: Line) -> list[tuple[int | None, dict[str, float]]]:
+    """Return what a callback logs in a fit, with the steps."""
+    logger = Recording()
+    fitted(folder, module, loader(), loader(), callbacks=callback, logger=logger, log_every_n_steps=2)
+    return [(step, metrics) for step, metrics in logger.metrics if "epoch" not in metrics]
 
 
 def test_device_stats(tmp_path: Path) -> None:
     """The CPU's are logged around the steps that are logged."""
     pytest.importorskip("psutil")
-    found = logged(tmp_path, DeviceStatsMonitor(), Line()).found
+    found = logged(tmp_path, DeviceStatsMonitor(), Line())
     assert [step for step, _ in found] == [1, 1, 3, 3]
     assert set(found[0][1]) == {
         f"DeviceStatsMonitor.on_train_batch_start/{name}"
         for name in ("cpu_percent", "cpu_vm_percent", "cpu_swap_percent")
     }
     assert all(0 <= value <= 100 for _, values in found for value in values.values())
-    assert logged(tmp_path, DeviceStatsMonitor(cpu_stats=False), Line()).found == []
+    assert logged(tmp_path, DeviceStatsMonitor(cpu_stats=False), Line()) == []
 
 
 def test_device_stats_need_psutil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +43,7 @@ class WithFlops(Line):
 def test_throughput(tmp_path: Path) -> None:
     """Rates and totals of training and of validation are logged."""
     monitor = ThroughputMonitor(lambda batch: len(batch[0]), lambda batch: 3, available_flops=1e20)
-    found = logged(tmp_path, monitor, WithFlops()).found
+    found = logged(tmp_path, monitor, WithFlops())
     assert [step for step, _ in found] == [1, 3, 3]
     [_, (_, train), (_, validation)] = found
     assert (train["train/batches"], train["train/samples"], train["train/lengths"]) == (4, 8, 12)
@@ -74,7 +60,7 @@ def test_throughput(tmp_path: Path) -> None:
 def test_no_logger(tmp_path: Path, callback: Callback) -> None:
     """Without a logger they are refused before training."""
     with pytest.raises(ConfigurationError, match="has no logger"):
-        trainer(tmp_path, callbacks=callback).fit(Line(), loader())
+        fitted(tmp_path, callbacks=callback)
 
 
 def test_wrong_values() -> None:

@@ -5,7 +5,7 @@ import copy
 import importlib.util
 import pickle
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from rankwise.environments import ClusterEnvironment
 from rankwise.launchers import Launcher
 from rankwise.launchers.context import WorkerContext
 from rankwise.launchers.inline import InlineLauncher
+from rankwise.loggers import Logger
 from rankwise.processes.memory_file import owned_descriptor, pack, read_by_name, unpack
 from rankwise.processes.returned_state import named_parts
 from rankwise.ranks import RankInfo
@@ -140,10 +141,12 @@ def trainer(folder: Path, **options: Any) -> Trainer:
     return Trainer(**{**defaults, **options})
 
 
-def fitted(folder: Path, model: TrainingModule | None = None, *data: Any, **options: Any) -> Trainer:
+def fitted(
+    folder: Path, model: TrainingModule | None = None, *data: Any, ckpt_path: Any = None, **options: Any
+) -> Trainer:
     """Return a trainer that has fitted a module or a `Line`, to `loader()` if nothing else is given."""
-    train = trainer(folder, **options)
-    train.fit(model or Line(), *(data or [loader()]))
+    train, start = trainer(folder, **options), {"ckpt_path": ckpt_path}
+    train.fit(model or Line(), *(data or [loader()]), **start)
     return train
 
 
@@ -171,6 +174,24 @@ def saving_each_step(folder: Path) -> Callback:
         trainer.save_checkpoint(folder / f"{trainer.global_step}.ckpt")
 
     return LambdaCallback(on_train_batch_end=save)
+
+
+class Recording(Logger):
+    """Keeps metrics with their steps, hyperparameters, and how it was finalized."""
+
+    def __init__(self) -> None:
+        self.metrics: list[tuple[int | None, dict[str, float]]] = []
+        self.hyperparameters: list[Any] = []
+        self.ends: list[str] = []
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self.metrics.append((step, dict(metrics)))
+
+    def log_hyperparams(self, params: Any) -> None:
+        self.hyperparameters.append(params)
+
+    def finalize(self, status: str) -> None:
+        self.ends.append(status)
 
 
 def without_package(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:

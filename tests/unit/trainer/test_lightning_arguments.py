@@ -16,10 +16,10 @@ from typing_extensions import override
 
 from rankwise.callbacks import Callback, LambdaCallback, ModelCheckpoint, ModelSummary
 from rankwise.errors import ConfigurationError
-from rankwise.loggers import CSVLogger, Logger
+from rankwise.loggers import CSVLogger
 from rankwise.trainer import Trainer
 from rankwise.trainer.loops import validation
-from tests.unit.trainer.helpers import Line, fitted, loader, saved, trainer
+from tests.unit.trainer.helpers import Line, Recording, fitted, loader, saved, trainer
 
 # The parameters of lightning.pytorch.Trainer.__init__ of version 2.6, and their defaults.
 LIGHTNING_DEFAULTS: dict[str, Any] = {
@@ -159,21 +159,6 @@ def test_detect_anomaly(tmp_path: Path) -> None:
     fitted(tmp_path, DividesByZero())
 
 
-class Logs(Logger):
-    """Notes hyperparameters."""
-
-    def __init__(self) -> None:
-        self.hyperparameters: list[Any] = []
-
-    @override
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        """Needs none."""
-
-    @override
-    def log_hyperparams(self, params: Any) -> None:
-        self.hyperparameters.append(params)
-
-
 class WithHyperparameters(Line):
     """Saves one."""
 
@@ -185,7 +170,7 @@ class WithHyperparameters(Line):
 @pytest.mark.parametrize("is_on", [True, False])
 def test_enable_autolog_hparams(tmp_path: Path, is_on: bool) -> None:
     """Without it loggers do not get the hyperparameters."""
-    logger = Logs()
+    logger = Recording()
     fitted(tmp_path, WithHyperparameters(), logger=logger, enable_autolog_hparams=is_on)
     assert logger.hyperparameters == [{"lr": 0.1}] * is_on
 

@@ -1,32 +1,12 @@
 """Callbacks and loggers that a hook replaces within a stage."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rankwise.callbacks import Callback, LambdaCallback, ModelCheckpoint
-from rankwise.loggers import Logger
+from rankwise.callbacks import LambdaCallback, ModelCheckpoint
 from rankwise.trainer import Trainer
-from tests.unit.trainer.helpers import Line, fitted, loader, trainer
-
-
-class Recording(Logger):
-    """Keeps the steps that it gets, and how it was finalized."""
-
-    def __init__(self) -> None:
-        self.steps: list[int | None] = []
-        self.ends: list[str] = []
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        self.steps.append(step)
-
-    def finalize(self, status: str) -> None:
-        self.ends.append(status)
-
-
-def noting(batches: list[int]) -> Callback:
-    """Return a callback that notes the batches that end while it is one."""
-    return LambdaCallback(on_train_batch_end=lambda *arguments: batches.append(arguments[-1]))
+from tests.unit.trainer.helpers import Line, Recording, fitted, loader
 
 
 class Replacing(Line):
@@ -48,13 +28,16 @@ def test_what_new_loggers_and_callbacks_get(tmp_path: Path) -> None:
     Hooks of new callbacks are called from the next one on, and the old ones' no more.
     """
     old, new, batches = Recording(), Recording(), [list[int](), list[int]()]
-    before, after = map(noting, batches)
+    before, after = (
+        LambdaCallback(on_train_batch_end=lambda *arguments, to=each: to.append(arguments[-1]))
+        for each in batches
+    )
 
     def replace(train: Trainer) -> None:
         train.loggers, train.callbacks = [new], [after]
 
     fitted(tmp_path, Replacing(replace), logger=old, callbacks=before, log_every_n_steps=1)
-    assert (old.steps, new.steps) == ([0, 1], [2, 3])
+    assert [[step for step, _ in each.metrics] for each in (old, new)] == [[0, 1], [2, 3]]
     assert (old.ends, new.ends) == (["success"], ["success"])
     assert batches == [[0, 1], [2, 3]]
 
@@ -62,8 +45,7 @@ def test_what_new_loggers_and_callbacks_get(tmp_path: Path) -> None:
 def test_a_new_checkpoint_callback_saves(tmp_path: Path) -> None:
     """A checkpoint holds the new callbacks' state, and `ckpt_path="best"` is theirs."""
     saving = ModelCheckpoint(dirpath=tmp_path / "new", filename="end")
-    train, model = trainer(tmp_path), Replacing(lambda train: setattr(train, "callbacks", [saving]))
-    train.fit(model, loader(8, 2))
+    train = fitted(tmp_path, Replacing(lambda train: setattr(train, "callbacks", [saving])))
     assert saving.best_model_path == str(tmp_path / "new" / "end.ckpt")
-    train.test(model, loader(8, 2), ckpt_path="best")
+    train.test(train.module, loader(), ckpt_path="best")
     assert train.ckpt_path == saving.best_model_path
