@@ -167,6 +167,17 @@ class Stream(IterableDataset[Any]):
         return iter(self.items)
 
 
+def whole_and_continued(
+    folder: Path, make: Callable[[], Line], make_callback: Callable[[], Callback], epoch: int, **options: Any
+) -> tuple[Any, Any]:
+    """Return a module that was fitted at once, and one that continued after an epoch of the first."""
+    whole, continued, saving = make(), make(), ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    fitted(folder, whole, callbacks=[make_callback(), saving], **options)
+    path = folder / f"epoch={epoch}.ckpt"
+    fitted(folder, continued, callbacks=make_callback(), ckpt_path=path, **options)
+    return whole, continued
+
+
 def saving_each_step(folder: Path) -> Callback:
     """Return a callback that saves a checkpoint with the name of the step."""
 

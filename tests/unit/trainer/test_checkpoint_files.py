@@ -27,9 +27,7 @@ BOTH = {"last.ckpt", "last-v1.ckpt"}
 def from_last(folder: Path, max_epochs: int = 1, **options: Any) -> Trainer:
     """Fit from `"last"`, with a callback that saves in its default folder."""
     defaults = {"logger": True, "enable_checkpointing": True, "callbacks": ModelCheckpoint(save_last=True)}
-    train = trainer(folder, max_epochs=max_epochs, **{**defaults, **options})
-    train.fit(Line(), loader(), ckpt_path="last")
-    return train
+    return fitted(folder, max_epochs=max_epochs, ckpt_path="last", **{**defaults, **options})
 
 
 def begun_from(train: Trainer, folder: Path) -> str:
@@ -182,8 +180,7 @@ def test_an_ambiguous_best(tmp_path: Path, monitors: tuple[str | None, ...]) -> 
     options = savers(tmp_path, *monitors)
     if monitors == (None, None):
         options["callbacks"][1] = ModelCheckpoint(tmp_path / "1", every_n_train_steps=3)
-    train = trainer(tmp_path, max_epochs=2, **options)
-    train.fit(Line(), loader(), loader(2))
+    train = fitted(tmp_path, None, loader(), loader(2), max_epochs=2, **options)
     with pytest.raises(ConfigurationError, match='ckpt_path="best" could be each of 2') as caught:
         train.test(Line(), loader(), ckpt_path="best")
     assert all(saving.best_model_path in str(caught.value) for saving in options["callbacks"])
@@ -194,9 +191,8 @@ def test_callbacks_that_are_gone(tmp_path: Path) -> None:
     callbacks = [EarlyStopping("loss", patience=9), ModelCheckpoint(tmp_path, save_last=True)]
     fitted(tmp_path, callbacks=callbacks)
     changed = [EarlyStopping("loss", mode="max", patience=9), callbacks[1]]
-    train = trainer(tmp_path, max_epochs=2, callbacks=changed)
     with pytest.warns(UserWarning, match=r"does not have: EarlyStopping\(monitor='loss', mode='min'\)\. It"):
-        train.fit(Line(), loader(), ckpt_path="last")
+        fitted(tmp_path, max_epochs=2, callbacks=changed, ckpt_path="last")
 
 
 @pytest.mark.parametrize("logger", [True, False])
@@ -226,8 +222,7 @@ def restarted(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> 
 
 def stopped(folder: Path, steps: int = 2, start: str | None = None, **options: Any) -> None:
     """Fit, and write the checkpoint of a fit that a signal stops."""
-    train = trainer(folder, max_steps=steps, **options)
-    train.fit(Line(), loader(), ckpt_path=start)
+    train = fitted(folder, max_steps=steps, ckpt_path=start, **options)
     for path in folder.rglob("*.ckpt"):  # a file system's clock may stand still meanwhile
         change_time(path, -60)
     save_stop_checkpoint(train.context(train.module))
@@ -257,23 +252,16 @@ class ReplacedWhenRead(TorchCheckpointIO):  # type: ignore[misc]  # differs from
         return loaded
 
 
-class Beginning(Line):
-    """Notes the step at which training begins."""
-
-    def on_train_start(self) -> None:
-        self.seen.append(str(self.global_step))
-
-
 def test_a_restart_finds_what_replaced_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file that the first start continued from was read before that; the job has written it anew."""
-    path, newer, module = tmp_path / "last.ckpt", tmp_path / "newer", Beginning()
+    path, newer, module = tmp_path / "last.ckpt", tmp_path / "newer", Line()
     for steps, file in ((2, path), (3, newer)):
         fitted(tmp_path, max_steps=steps).save_checkpoint(file)
     io = ReplacedWhenRead(newer, lambda: monkeypatch.setattr(restart, "_noted", RestartInfo(1, JOB)))
-    trainer(tmp_path, max_steps=4, plugins=[io]).fit(module, loader(), ckpt_path=str(path))
-    assert module.seen[0] == "3"
+    fitted(tmp_path, module, max_steps=4, plugins=[io], ckpt_path=str(path))
+    assert module.seen == ["train 3"]
 
 
 def test_a_restart_finds_a_loggers_folder_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

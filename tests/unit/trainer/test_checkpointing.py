@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from rankwise.callbacks import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, MonitoringCallback
 from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
 from rankwise.errors import CheckpointError, ConfigurationError, LifecycleError
+from tests.helpers.own_process import signal_handled
 from tests.unit.trainer.helpers import Line, fitted, loader, saved, trainer
 
 
@@ -60,18 +61,19 @@ def test_hyper_parameters_that_could_not_be_loaded_are_refused_beforehand(
     assert (model.seen, list(tmp_path.iterdir())) == ([], [])
 
 
-class MakesThemPlain(Line):
-    """Saves its hyper parameters as text."""
+class Plain:
+    """Saves the hyper parameters as text, as a module or a callback does."""
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["hyper_parameters"] = {"until": "2020-01-02"}
+    def on_save_checkpoint(self, *arguments: Any) -> None:
+        arguments[-1]["hyper_parameters"] = {"until": "2020-01-02"}
 
 
-class MakesPlain(Callback):
-    """Does the same, in a callback."""
+class PlainLine(Plain, Line):
+    """A module."""
 
-    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
-        checkpoint["hyper_parameters"] = {"until": "2020-01-02"}
+
+class PlainCallback(Plain, Callback):
+    """A callback."""
 
 
 @pytest.mark.parametrize(
@@ -80,9 +82,9 @@ class MakesPlain(Callback):
         (Line, [], {}),
         (Line, [ModelCheckpoint(save_top_k=0)], {}),
         (Line, [ModelCheckpoint()], {"fast_dev_run": True}),
-        (MakesThemPlain, [ModelCheckpoint()], {}),
-        (Line, [ModelCheckpoint(), MakesPlain()], {}),
-        (Line, [ModelCheckpoint(), LambdaCallback(on_save_checkpoint=MakesPlain().on_save_checkpoint)], {}),
+        (PlainLine, [ModelCheckpoint()], {}),
+        (Line, [ModelCheckpoint(), PlainCallback()], {}),
+        (Line, [ModelCheckpoint(), LambdaCallback(on_save_checkpoint=Plain().on_save_checkpoint)], {}),
     ],
     ids=["no callback", "keeps none", "fast_dev_run", "module's hook", "callback's hook", "function"],
 )
@@ -170,8 +172,8 @@ def test_checkpoint_at_the_end_of_an_epoch(tmp_path: Path, which: str) -> None:
 def test_epoch_that_was_cut_short_goes_on(tmp_path: Path) -> None:
     """A checkpoint from within an epoch continues with that epoch's next batch."""
     path = saved(tmp_path, max_steps=6, max_epochs=-1)
-    train, model = trainer(tmp_path, max_epochs=2), Line()
-    train.fit(model, loader(), ckpt_path=path)
+    model = Line()
+    train = fitted(tmp_path, model, max_epochs=2, ckpt_path=path)
     assert (train.current_epoch, train.global_step) == (2, 8)
     assert model.seen == ["train 2", "train 3"]
 
@@ -192,7 +194,7 @@ class Counts(Callback):
 
     count = 0
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, *_: Any) -> None:
         self.count += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -266,14 +268,13 @@ def test_a_signal_while_a_state_is_loaded(tmp_path: Path) -> None:
             signal.raise_signal(signal.SIGALRM)
 
     path, train = saved(tmp_path), trainer(tmp_path)
-    before = signal.signal(signal.SIGALRM, stop)
-    try:
-        for run, model in ((train.fit, Loading()), (train.validate, Signals())):
-            with pytest.raises(ValueError, match=r"^from the handler$") as caught:
-                run(model, loader(), ckpt_path=path)
-            assert type(caught.value) is ValueError
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    for run, model in ((train.fit, Loading()), (train.validate, Signals())):
+        with (
+            signal_handled(signal.SIGALRM, stop),
+            pytest.raises(ValueError, match=r"^from the handler$") as caught,
+        ):
+            run(model, loader(), ckpt_path=path)
+        assert type(caught.value) is ValueError
 
 
 @pytest.mark.parametrize(

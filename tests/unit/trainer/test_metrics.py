@@ -12,8 +12,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from rankwise.callbacks import LambdaCallback
 from rankwise.errors import ConfigurationError, InvalidTypeError, LifecycleError
 from rankwise.strategies import SingleDeviceStrategy, Strategy
+from rankwise.trainer import Trainer
 from rankwise.trainer.metrics.metric_objects import is_metric_object, merged_states, metric_objects, states_of
 from rankwise.trainer.metrics.results import Results
 from tests.unit.trainer.helpers import Line, fitted, loader, saving_each_step, trainer, with_second_rank
@@ -126,28 +128,24 @@ def test_exchanges_of_an_epoch(is_read_here: bool, is_read_there: bool, exchange
     assert len(seen) == exchanges
 
 
-class ReadsSteps(Line):
-    """Notes the metrics that its hook after each batch can read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.read: list[tuple[float, float]] = []
+class Numbered(Line):
+    """Logs the number of the batch by step and by epoch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("number", float(batch_idx), on_step=True, on_epoch=True)
-        return super().training_step(batch, batch_idx)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        metrics = self.trainer.callback_metrics
-        self.read.append((metrics["number"].item(), metrics["number_step"].item()))
+        self.log_dict({"number": float(batch_idx)}, on_epoch=True, prog_bar=True)
+        return self.loss(batch)
 
 
 def test_hooks_read_the_metrics_of_their_step(tmp_path: Path) -> None:
     """After a batch, hooks read what was logged in its step, also before the end of an accumulation."""
-    model = ReadsSteps()
-    fitted(tmp_path, model, accumulate_grad_batches=2)
-    assert len(model.read) > 2
-    assert model.read == [(number, number) for number in range(len(model.read))]
+    read: list[list[float]] = []
+
+    def note(runs: Trainer, *_: Any) -> None:
+        read.append([runs.callback_metrics[name].item() for name in ("number", "number_step")])
+
+    noting = LambdaCallback(on_train_batch_end=note)
+    fitted(tmp_path, Numbered(), callbacks=noting, accumulate_grad_batches=2)
+    assert read == [[number, number] for number in range(4)]
 
 
 def test_different_names() -> None:
@@ -196,13 +194,7 @@ def test_step_values_over_ranks() -> None:
 
 def test_names_of_both(tmp_path: Path) -> None:
     """What is logged by step and by epoch has a name for each, and its own for the latest."""
-
-    class Both(Line):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log_dict({"number": float(batch_idx)}, on_epoch=True, prog_bar=True)
-            return self.loss(batch)
-
-    train = fitted(tmp_path, Both())
+    train = fitted(tmp_path, Numbered())
     metrics = {name: value.item() for name, value in train.callback_metrics.items()}
     assert metrics == {"number": 1.5, "number_step": 3.0, "number_epoch": 1.5}
     assert train.progress_bar_metrics == {"number_step": 3.0, "number_epoch": 1.5}
@@ -252,34 +244,24 @@ def test_sizes_that_no_value_needs(options: dict[str, Any]) -> None:
     results.log("mean", 1.0, on_epoch=True, batch_size=3)
 
 
-class Late(Line):
-    """Logs in the hook that `hook` names."""
-
-    hook = ""
-
-    def __init__(self) -> None:
-        super().__init__()
-        setattr(self, self.hook, lambda *details: self.log("late", 2.0))
+def logging_in(hook: str) -> Line:
+    """Return a module that logs in a hook."""
+    module = Line()
+    setattr(module, hook, lambda *_: module.log("late", 2.0))
+    return module
 
 
 def test_logging_before_the_first_epoch(tmp_path: Path) -> None:
     """What `on_train_start` logs belongs to the first epoch."""
-    early = type("Early", (Late,), {"hook": "on_train_start"})()
-    train = fitted(tmp_path, early, max_epochs=2, logger=True)
+    train = fitted(tmp_path, logging_in("on_train_start"), max_epochs=2, logger=True)
     assert train.callback_metrics["late"] == 2.0
     assert train.logged_metrics["late"] == 2.0
 
 
-class AtTheEnd(Line):
-    """Logs the number of steps when an epoch ends, or a fit stops within one."""
-
-    def on_train_epoch_end(self) -> None:
-        self.log("steps", float(self.trainer.global_step))
-
-
 def test_logging_when_a_fit_stops_within_an_epoch(tmp_path: Path) -> None:
     """What is logged at the end of an epoch counts once, though the hook also ran where the fit stopped."""
-    train, model = trainer(tmp_path, max_steps=2), AtTheEnd()
+    train, model = trainer(tmp_path, max_steps=2), Line()
+    model.on_train_epoch_end = lambda: model.log("steps", float(train.global_step))  # type: ignore[method-assign]
     for limit, steps in ((2, 2.0), (3, 3.0), (-1, 4.0)):
         train.max_steps = limit
         train.fit(model, loader())
@@ -295,15 +277,15 @@ def test_logging_when_a_fit_stops_within_an_epoch(tmp_path: Path) -> None:
 )
 def test_logging_what_is_not_reduced(hook: str, error: str, tmp_path: Path) -> None:
     """What is logged outside of a loop, after metrics were reduced, or in prediction is an error."""
-    train, model = trainer(tmp_path), type("TooLate", (Late,), {"hook": hook})()
+    train, model = trainer(tmp_path), logging_in(hook)
     with pytest.raises(LifecycleError, match=error):
         train.predict(model, loader()) if "predict" in hook else train.fit(model, loader(), loader())
 
 
 def test_metrics_of_each_stage(tmp_path: Path) -> None:
     """A stage begins without the metrics of the one before; a fit that continues has those of the fit."""
-    train, model = trainer(tmp_path, logger=True, log_every_n_steps=2), Line()
-    train.fit(model, loader(), loader())
+    model = Line()
+    train = fitted(tmp_path, model, loader(), loader(), logger=True, log_every_n_steps=2)
     assert set(train.callback_metrics) == set(train.logged_metrics) == {"loss", "val_loss"}
     lines = (tmp_path / "rankwise_logs" / "version_0" / "metrics.csv").read_text().splitlines()
     assert lines[0] == "epoch,loss,step,val_loss"

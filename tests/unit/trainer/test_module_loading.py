@@ -24,7 +24,7 @@ from rankwise.errors import (
 )
 from rankwise.trainer.module_loading import _where_saved
 from tests.helpers.needs import need_package
-from tests.unit.trainer.helpers import Line, fitted, loader, saved, trainer
+from tests.unit.trainer.helpers import Line, fitted, loader, saved
 
 
 class Saved(Line):
@@ -265,8 +265,7 @@ def of_a_fit(**changes: Any) -> dict[str, Any]:
 
 def test_a_fit_of_lightnings_continues(tmp_path: Path) -> None:
     """Weights, optimizer and counters continue in the next epoch."""
-    model, train = Line(), trainer(tmp_path, max_epochs=3)
-    train.fit(model, loader(), ckpt_path=written(tmp_path, **of_a_fit()))
+    train = fitted(tmp_path, max_epochs=3, ckpt_path=written(tmp_path, **of_a_fit()))
     assert (train.current_epoch, train.global_step) == (3, 10)
     assert train.optimizers[0].param_groups[0]["lr"] == 0.01
     assert float(train.validate(Line(), loader(), ckpt_path=written(tmp_path))[0]["val_loss"]) > 1
@@ -291,26 +290,22 @@ def test_the_batches_of_earlier_epochs_of_lightning(is_last: bool, total: int) -
 def test_what_does_not_continue(tmp_path: Path) -> None:
     """The state of callbacks, and a position within an epoch, are named in a warning."""
     contents = of_a_fit(loops=fit_loop(2, 1, 3, is_last=False), callbacks={"EarlyStopping{...}": {}})
-    train = trainer(tmp_path, max_epochs=3)
     with pytest.warns(UserWarning, match=r"EarlyStopping(?s:.*)after batch 3 of epoch 1, which begins again"):
-        train.fit(Line(), loader(), ckpt_path=written(tmp_path, **contents))
+        train = fitted(tmp_path, max_epochs=3, ckpt_path=written(tmp_path, **contents))
     assert (train.current_epoch, train.global_step) == (3, 14)
 
 
 @pytest.mark.parametrize(
-    ("changes", "problem"),
+    ("contents", "problem"),
     [
-        ({"global_step": -1}, "counters cannot be restored"),
-        ({"loops": {"fit_loop": {}}}, "counters cannot be restored"),
-        ({"optimizer_states": []}, "does not fit the optimizers"),
-        ({"optimizer_states": [3]}, "optimizers cannot be restored"),
+        (of_a_fit(global_step=-1), "counters cannot be restored"),
+        (of_a_fit(loops={"fit_loop": {}}), "counters cannot be restored"),
+        (of_a_fit(optimizer_states=[]), "does not fit the optimizers"),
+        (of_a_fit(optimizer_states=[3]), "optimizers cannot be restored"),
+        ({"loops": fit_loop(2, 2, 3, is_last=True)}, r"holds no \['optimizer_states', 'lr_schedulers'\]"),
     ],
 )
-def test_damaged_files_of_lightning(changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
+def test_damaged_files_of_lightning(contents: dict[str, Any], problem: str, tmp_path: Path) -> None:
     """What does not fit is an error with the path; so is a file that has weights only."""
     with pytest.raises(CheckpointError, match=rf"lightning.ckpt(?s:.*){problem}"):
-        trainer(tmp_path).fit(Line(), loader(), ckpt_path=written(tmp_path, **of_a_fit(**changes)))
-    with pytest.raises(CheckpointError, match=r"holds no \['optimizer_states', 'lr_schedulers'\]"):
-        trainer(tmp_path).fit(
-            Line(), loader(), ckpt_path=written(tmp_path, loops=fit_loop(2, 2, 3, is_last=True))
-        )
+        fitted(tmp_path, ckpt_path=written(tmp_path, **contents))

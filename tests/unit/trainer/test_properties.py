@@ -19,9 +19,8 @@ from rankwise.callbacks import (
 )
 from rankwise.errors import InvalidArgumentError, MissingAttributeError
 from rankwise.loggers import CSVLogger
-from rankwise.trainer import Trainer
 from rankwise.trainer.state import RunningStage, TrainerFn
-from tests.unit.trainer.helpers import Line, Stream, fitted, loader, samples, trainer
+from tests.unit.trainer.helpers import Failing, Line, Stream, fitted, loader, samples, trainer
 
 
 class Asks(Line):
@@ -117,25 +116,19 @@ def test_callbacks_by_kind(tmp_path: Path) -> None:
     assert (trainer(tmp_path).early_stopping_callbacks, trainer(tmp_path).progress_bar_callback) == ([], None)
 
 
-class Breaks(Line):
-    """Fails in a step."""
-
-    @override
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.seen.append(f"{self.trainer.state.fn} {self.trainer.state.status}")
-        raise ValueError("broken")
-
-
 def test_the_state(tmp_path: Path) -> None:
     """The state says which stage ran, and how it ended."""
-    train = trainer(tmp_path)
+    seen: list[str] = []
+    noting = LambdaCallback(
+        on_train_start=lambda runs, _: seen.append(f"{runs.state.fn} {runs.state.status}")
+    )
+    train = trainer(tmp_path, callbacks=noting)
     assert (train.state.fn, train.state.status, train.state.stopped) == (None, "initializing", False)
     train.validate(Line(), loader())
     assert (train.state.fn, train.state.status, train.interrupted) == ("validate", "finished", False)
-    model = Breaks()
     with pytest.raises(ValueError, match="broken"):
-        train.fit(model, loader())
-    assert model.seen == ["fit running"]
+        train.fit(Failing(), loader())
+    assert seen == ["fit running"]
     assert (train.state.fn, train.state.status, train.state.finished) == ("fit", "interrupted", False)
     assert (train.interrupted, train.state.stopped, train.received_sigterm) == (True, True, False)
 
@@ -165,7 +158,6 @@ def test_return_predictions(tmp_path: Path, given: bool | None, length: int) -> 
     """Without it outputs are not kept; the batches run all the same."""
 
     class Counts(Line):
-        @override
         def predict_step(self, batch: Any) -> Any:  # type: ignore[override]  # batch_idx may be left out
             self.seen.append("predict")
             return batch[0]
@@ -202,28 +194,17 @@ LIGHTNINGS = [
 
 def test_attributes_of_lightnings(tmp_path: Path) -> None:
     """Each exists before a stage and after it, or is refused, read and assigned, with what to write."""
-    train = trainer(tmp_path)
-    absent: dict[str, MissingAttributeError] = {}
-    for _ in range(2):
-        absent = {name: error for name in LIGHTNINGS if (error := refusal(train, name)) is not None}
-        assert sorted(absent) == ["fit_loop", "predict_loop", "test_loop", "val_check_batch", "validate_loop"]
-        train.fit(Line(), loader(), loader())
-    for name, error in absent.items():
-        assert str(error).startswith(f"Trainer has no {name}.\n  Fix: trainer.")
-        with pytest.raises(MissingAttributeError, match=name):
-            setattr(train, name, 1)
+    absent = ["fit_loop", "predict_loop", "test_loop", "val_check_batch", "validate_loop"]
+    for train in (trainer(tmp_path), fitted(tmp_path, None, loader(), loader())):
+        assert [name for name in LIGHTNINGS if not hasattr(train, name)] == absent
+        for name in absent:
+            with pytest.raises(MissingAttributeError, match=rf"^Trainer has no {name}\.\n  Fix: trainer\."):
+                getattr(train, name)
+            with pytest.raises(MissingAttributeError, match=name):
+                setattr(train, name, 1)
     for name in ("devices", "_accelerator_connector", "_data_connector", "_logger_connector", "_results"):
         with pytest.raises(MissingAttributeError, match=rf"(?s)Trainer has no {name}\..*Fix: trainer\."):
             getattr(train, name)
-
-
-def refusal(train: Trainer, name: str) -> MissingAttributeError | None:
-    """Return the error with which an attribute is refused."""
-    try:
-        getattr(train, name)
-    except MissingAttributeError as error:
-        return error
-    return None
 
 
 def test_values_of_the_strategy(tmp_path: Path) -> None:
@@ -266,8 +247,8 @@ def test_the_running_stage(tmp_path: Path) -> None:
     seen: list[tuple[TrainerFn | None, RunningStage | None]] = []
     names = ("on_sanity_check_start", "on_train_start", "on_validation_start", "on_fit_end", "on_test_start")
     noting = dict.fromkeys(names, lambda runs, _: seen.append((runs.state.fn, runs.state.stage)))
-    train = trainer(tmp_path, callbacks=LambdaCallback(**noting), num_sanity_val_steps=1)
-    train.fit(Line(), loader(), loader())
+    options = {"callbacks": LambdaCallback(**noting), "num_sanity_val_steps": 1}
+    train = fitted(tmp_path, None, loader(), loader(), **options)
     fit, check = TrainerFn.FITTING, RunningStage.SANITY_CHECKING
     training, validating = RunningStage.TRAINING, RunningStage.VALIDATING
     assert seen == [(fit, each) for each in (check, check, training, validating, training)]

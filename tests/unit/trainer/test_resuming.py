@@ -86,11 +86,15 @@ def run(
     seed_everything(seed)
     saving = ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=every)
     callbacks = [EarlyStopping("val_loss", patience=99), EndAt(end_at), saving]
-    options = {"val_check_interval": 2, "max_epochs": 3, **options}
-    train = trainer(folder, callbacks=callbacks, **options)
-    net = Net() if net is None else net
-    train.fit(net, loader, DataLoader(Noisy(), batch_size=8), ckpt_path="last")
-    return train, net
+    options = {
+        "val_check_interval": 2,
+        "max_epochs": 3,
+        "callbacks": callbacks,
+        "ckpt_path": "last",
+        **options,
+    }
+    net = net or Net()
+    return fitted(folder, net, loader, DataLoader(Noisy(), batch_size=8), **options), net
 
 
 def everything(train: Trainer, net: Net) -> dict[str, Any]:
@@ -256,8 +260,8 @@ def test_a_scheduler_that_follows_a_metric(tmp_path: Path) -> None:
     whole = Rates()
     train = fitted(tmp_path, whole, simple_loader(), simple_loader(), max_epochs=3, callbacks=saving)
     path = tmp_path / "epoch=1.ckpt"
-    resumed, again = Rates(), trainer(tmp_path, max_epochs=3)
-    again.fit(resumed, simple_loader(), simple_loader(), ckpt_path=path)
+    resumed = Rates()
+    again = fitted(tmp_path, resumed, simple_loader(), simple_loader(), max_epochs=3, ckpt_path=path)
     rates = [each for each in resumed.seen if each.startswith("rate")]
     assert rates == ["rate 1.0", "rate 2.0"]
     assert again.optimizers[0].param_groups[0]["lr"] == train.optimizers[0].param_groups[0]["lr"] == 1e-3 / 4

@@ -36,8 +36,8 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path, name: str)
     """Scale and 32-bit copies are in the checkpoint: the weights are bit-identical."""
     model, other = Line(), Line()
     whole = fitted(tmp_path, model, precision=name, max_epochs=4)
-    resumed = trainer(tmp_path, precision=name, max_epochs=4)
-    resumed.fit(other, loader(), ckpt_path=saved(tmp_path, precision=name, max_epochs=2))
+    path = saved(tmp_path, precision=name, max_epochs=2)
+    resumed = fitted(tmp_path, other, precision=name, max_epochs=4, ckpt_path=path)
     assert resumed.global_step == whole.global_step
     assert torch.equal(other.layer.weight, model.layer.weight)
     assert resumed.strategy.precision.state_dict().keys() == whole.strategy.precision.state_dict().keys()
