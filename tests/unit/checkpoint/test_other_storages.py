@@ -16,7 +16,7 @@ from rankwise.stores import restart
 from rankwise.stores.restart import RestartInfo
 from rankwise.trainer.checkpointing import save_stop_checkpoint
 from tests.helpers.bucket import Bucket
-from tests.unit.trainer.helpers import Line, loader, trainer
+from tests.unit.trainer.helpers import Line, fitted, loader
 
 RUN = "bucket://runs/a"
 
@@ -37,15 +37,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "bucket"
 
 
-def fit(io: CheckpointIO | None, max_epochs: int, ckpt_path: str | None = None, **options: Any) -> Trainer:
+def fit(io: CheckpointIO | None, max_epochs: int, **options: Any) -> Trainer:
     """Fit with two best checkpoints, and the last one."""
     saving = ModelCheckpoint(
         RUN, "sub/{epoch}", monitor="score", save_top_k=2, save_last=True, save_on_train_epoch_end=True
     )
     options = {"callbacks": saving, "enable_checkpointing": True, "plugins": io, **options}
-    train = trainer(Path(), max_epochs=max_epochs, **options)
-    train.fit(Scored(), loader(), ckpt_path=ckpt_path)
-    return train
+    return fitted(Path(), Scored(), max_epochs=max_epochs, **options)
 
 
 def names(folder: Path) -> list[str]:
@@ -59,7 +57,7 @@ def test_a_run_and_what_continues_it(folder: Path, wrapped: Callable[[Checkpoint
     """The best stay, others are removed, "last" and "best" are found, another run's last is left."""
     fit(wrapped(Bucket(folder)), 3)
     assert names(folder) == ["runs/a/last.ckpt", "runs/a/sub/epoch=0.ckpt", "runs/a/sub/epoch=1.ckpt"]
-    train = fit(wrapped(Bucket(folder)), 4, "last")
+    train = fit(wrapped(Bucket(folder)), 4, ckpt_path="last")
     assert (train.ckpt_path, train.global_step) == (f"{RUN}/last.ckpt", 16)
     assert names(folder) == ["runs/a/last.ckpt", "runs/a/sub/epoch=1.ckpt", "runs/a/sub/epoch=3.ckpt"]
     train.test(Scored(), loader(), ckpt_path="best")
@@ -99,7 +97,7 @@ def test_three_methods_are_enough_for_local_files(tmp_path: Path) -> None:
     continued = []
     for epochs in (1, 2):
         saving = ModelCheckpoint(tmp_path, "{epoch}", save_last="link")
-        continued.append(fit(ThreeMethods(), epochs, "last", callbacks=saving).ckpt_path)
+        continued.append(fit(ThreeMethods(), epochs, ckpt_path="last", callbacks=saving).ckpt_path)
     assert continued == [None, str(tmp_path / "last.ckpt")]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch=1.ckpt", "last.ckpt"]
 

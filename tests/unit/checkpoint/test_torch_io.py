@@ -23,6 +23,7 @@ from torch import nn
 from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
 from rankwise.errors import CheckpointError
 from rankwise.processes.interrupt import JobStopped
+from tests.helpers.own_process import signal_handled
 
 
 class Own(torch.Tensor):
@@ -302,15 +303,14 @@ def test_damaged_files(path: Path) -> None:
         load(path)
 
 
-class Looks:
-    """Records the names in its checkpoint's folder when it is pickled."""
+class Acts:
+    """Calls a function when it is pickled."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.seen: list[str] = []
+    def __init__(self, act: Callable[[], object]) -> None:
+        self.act = act
 
     def __reduce__(self) -> tuple[type[OrderedDict[str, int]], tuple[()]]:
-        self.seen.extend(path.name for path in self.folder.iterdir())
+        self.act()
         return OrderedDict, ()
 
 
@@ -320,9 +320,10 @@ def test_unfinished_file_has_no_name(tmp_path: Path) -> None:
         os.close(os.open(tmp_path, os.O_TMPFILE | os.O_RDWR))
     except (AttributeError, OSError):
         pytest.skip("no files without a name here")
-    looks = Looks(tmp_path)
-    save({"looks": looks}, tmp_path / "last.ckpt")
-    assert looks.seen == []
+    seen: list[list[Path]] = []
+    save({"looks": Acts(lambda: seen.append([*tmp_path.iterdir()]))}, tmp_path / "last.ckpt")
+    assert seen
+    assert not any(seen)
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
 
 
@@ -381,14 +382,6 @@ def test_containers_at_many_places(path: Path, kind: str) -> None:
     assert caught.value.problem.endswith("does not load checkpoint['a'][0] (range)")
 
 
-class Signals:
-    """Sends a signal to its process when it is pickled."""
-
-    def __reduce__(self) -> tuple[type[OrderedDict[str, int]], tuple[()]]:
-        signal.raise_signal(signal.SIGUSR1)
-        return OrderedDict, ()
-
-
 @pytest.mark.parametrize("error", [TimeoutError, RuntimeError, JobStopped, pickle.UnpicklingError])
 @pytest.mark.parametrize("action", ["load", "save", "save later"])
 def test_an_error_of_a_signal_handler(path: Path, error: type[BaseException], action: str) -> None:
@@ -397,19 +390,17 @@ def test_an_error_of_a_signal_handler(path: Path, error: type[BaseException], ac
     def stop(*_: object) -> None:
         raise error("from the handler")
 
-    def signalled(storage: Any, _: str) -> Any:
+    def signalled(*_: object) -> None:
         signal.raise_signal(signal.SIGUSR1)
-        return storage
 
-    before = signal.signal(signal.SIGUSR1, stop)
     io = AsyncCheckpointIO() if action == "save later" else TorchCheckpointIO()
-    try:
-        with pytest.raises(error, match="from the handler") as caught:
-            if action == "load":
-                io.load_checkpoint(path, signalled)
-            else:
-                io.save_checkpoint({"own": Signals()}, path)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with (
+        signal_handled(signal.SIGUSR1, stop),
+        pytest.raises(error, match="from the handler") as caught,
+    ):
+        if action == "load":
+            io.load_checkpoint(path, signalled)
+        else:
+            io.save_checkpoint({"own": Acts(signalled)}, path)
     assert type(caught.value) is error
     assert io.load_checkpoint(path)["epoch"] == 3

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rankwise.errors import MissingExtraError
 from rankwise.loggers import (
@@ -22,7 +23,8 @@ from rankwise.loggers import (
 )
 from rankwise.loggers.base import NoExperiment, finalize_all
 from rankwise.ranks import rank_zero_only
-from tests.unit.trainer.helpers import Failing, Line, loader, trainer
+from tests.helpers.needs import need_installed
+from tests.unit.trainer.helpers import Failing, Line, fitted
 
 
 class Recording(Logger):
@@ -56,7 +58,7 @@ def test_a_logger_of_the_users(tmp_path: Path) -> None:
     """It gets hyper parameters, metrics with their step, and the end; the module can use its experiment."""
     logger, model = Recording(), Line()
     model.hparams = {"lr": 0.1}
-    trainer(tmp_path, logger=logger, log_every_n_steps=4).fit(model, loader(8, 2))
+    fitted(tmp_path, model, logger=logger, log_every_n_steps=4)
     params, (metrics, step), end = logger.calls
     assert (params, step, end) == ({"lr": 0.1}, 3, "success")
     assert set(metrics) == {"epoch", "loss"}
@@ -99,7 +101,7 @@ def test_a_failed_stage(tmp_path: Path) -> None:
     """Every logger is finalized as failed, and what was logged before is written."""
     csv, own = CSVLogger(tmp_path, version=0), Recording()
     with pytest.raises(ValueError, match="broken"):
-        trainer(tmp_path, logger=[csv, own], log_every_n_steps=1).fit(Failing(at=1), loader(8, 2))
+        fitted(tmp_path, Failing(at=1), logger=[csv, own], log_every_n_steps=1)
     assert own.calls[-1] == "failed"
     assert (Path(csv.log_dir) / "metrics.csv").read_text().count("\n") == 2
 
@@ -113,7 +115,7 @@ def test_a_failed_teardown(tmp_path: Path) -> None:
 
     logger = Recording()
     with pytest.raises(ValueError, match="teardown"):
-        trainer(tmp_path, logger=logger).fit(Last(), loader(8, 2))
+        fitted(tmp_path, Last(), logger=logger)
     assert logger.calls[-1] == "failed"
 
 
@@ -124,24 +126,47 @@ def test_a_logger_that_cannot_be_finalized(tmp_path: Path, caplog: pytest.LogCap
         finalize_all([first, second, second], "success")
     assert second.calls == ["success"]
     with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match="broken"):
-        trainer(tmp_path, logger=first).fit(Failing(at=1), loader(8, 2))
+        fitted(tmp_path, Failing(at=1), logger=first)
     assert "disk full" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("package", "make"),
-    [("tensorboard", lambda: TensorBoardLogger("logs")), ("wandb", WandbLogger), ("mlflow", MLFlowLogger)],
-)
-def test_missing_packages(
-    package: str, make: Callable[[], Logger], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+MADE: dict[str, Callable[[Path], Any]] = {
+    "tensorboard": lambda folder: TensorBoardLogger(folder, log_graph=True),
+    "wandb": lambda folder: WandbLogger(save_dir=folder, offline=True, project="project"),
+    "mlflow": lambda folder: MLFlowLogger(save_dir=folder),
+}
+
+
+@pytest.mark.usefixtures("on_rank_one")
+@pytest.mark.parametrize("package", MADE)
+def test_other_ranks(package: str, tmp_path: Path) -> None:
+    """Nothing is written there, and no run is begun."""
+    need_installed(package)
+    logger = MADE[package](tmp_path)
+    assert isinstance(logger.experiment, NoExperiment)
+    logger.experiment.config.update({"lr": 1})
+    logger.log_metrics({"loss": 1.0})
+    logger.log_hyperparams({"lr": 1})
+    logger.log_image("digits", [torch.rand(4, 4)])
+    if package == "tensorboard":
+        logger.log_graph(Line())
+    elif package == "wandb":
+        logger.watch(Line())
+    else:
+        assert (logger.run_id, logger.log_dir) == (None, None)
+    logger.finalize("success")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("package", MADE)
+def test_missing_packages(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its package a logger names the extra at once; a folder of that name is no package."""
     (tmp_path / package).mkdir()
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(MissingExtraError, match=rf'pip install "rankwise\[{package}\]"'):
-        make()
+        MADE[package](tmp_path)
 
 
 def test_packages_are_imported_when_used() -> None:

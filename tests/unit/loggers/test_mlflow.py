@@ -8,7 +8,6 @@ import torch
 
 from rankwise.errors import ConfigurationError
 from rankwise.loggers import MLFlowLogger
-from rankwise.loggers.base import NoExperiment
 from tests.helpers.needs import need_installed
 
 need_installed("mlflow")
@@ -80,16 +79,3 @@ def test_servers_have_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MLFlowLogger(tracking_uri="sqlite:///runs.db").save_dir is None
     with pytest.raises(ConfigurationError, match="would upload no checkpoint"):
         MLFlowLogger(log_model="all")
-
-
-@pytest.mark.usefixtures("on_rank_one")
-def test_other_ranks(tmp_path: Path) -> None:
-    """No run is begun there."""
-    logger = MLFlowLogger(save_dir=tmp_path)
-    assert isinstance(logger.experiment, NoExperiment)
-    logger.log_metrics({"loss": 1.0})
-    logger.log_hyperparams({"lr": 1})
-    logger.log_image("digits", [])
-    logger.finalize("success")
-    assert (logger.run_id, logger.log_dir) == (None, None)
-    assert list(tmp_path.iterdir()) == []

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from rankwise.loggers import TensorBoardLogger
-from rankwise.loggers.base import NoExperiment
 from tests.helpers.logger_files import event_files, events, scalars
 from tests.helpers.needs import need_installed
-from tests.unit.trainer.helpers import Line, loader, trainer
+from tests.unit.trainer.helpers import Line, fitted
 
 need_installed("tensorboard")
 
@@ -74,19 +73,6 @@ def test_later_stages(tmp_path: Path) -> None:
     assert sorted(scalars(logger.log_dir)["loss"]) == [(1, 1.0), (2, 2.0), (3, 3.0)]
 
 
-@pytest.mark.usefixtures("on_rank_one")
-def test_other_ranks(tmp_path: Path) -> None:
-    """Nothing is written there."""
-    logger = TensorBoardLogger(tmp_path, log_graph=True)
-    assert isinstance(logger.experiment, NoExperiment)
-    logger.log_metrics({"loss": 1.0})
-    logger.log_hyperparams({})
-    logger.log_image("digits", [torch.rand(4, 4)])
-    logger.log_graph(Line())
-    logger.finalize("success")
-    assert list(tmp_path.iterdir()) == []
-
-
 class WithGraph(Line):
     """Has a forward method and example arguments."""
 
@@ -99,7 +85,7 @@ class WithGraph(Line):
 def test_graph(tmp_path: Path) -> None:
     """It is written when a fit begins; a module without example arguments gets a warning, if asked."""
     logger = TensorBoardLogger(tmp_path, log_graph=True)
-    trainer(tmp_path, logger=logger).fit(WithGraph(), loader(8, 2))
+    fitted(tmp_path, WithGraph(), logger=logger)
     assert events(logger.log_dir).Tags()["graph"]
     TensorBoardLogger(tmp_path).log_graph(Line())
     with pytest.warns(UserWarning, match="Line has no example_input_array"):

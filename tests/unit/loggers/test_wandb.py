@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from rankwise.errors import ConfigurationError
 from rankwise.loggers import WandbLogger
-from rankwise.loggers.base import NoExperiment
 from tests.helpers.logger_files import OfflineRun, offline_runs
 from tests.helpers.needs import need_installed
 from tests.helpers.scripts import ScriptRunner
@@ -126,20 +124,6 @@ def test_two_runs(tmp_path: Path) -> None:
     assert logger.save_dir == WandbLogger(dir=tmp_path).save_dir
     other.load_state_dict(logger.state_dict())
     assert other.log_dir == logger.log_dir
-
-
-@pytest.mark.usefixtures("on_rank_one")
-def test_other_ranks(tmp_path: Path) -> None:
-    """No run is begun there."""
-    logger = offline(tmp_path)
-    assert isinstance(logger.experiment, NoExperiment)
-    logger.experiment.config.update({"lr": 1})
-    logger.log_metrics({"loss": 1.0})
-    logger.log_hyperparams({"lr": 1})
-    logger.log_image("digits", [])
-    logger.watch(nn.Linear(1, 1))
-    logger.finalize("success")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_refused(tmp_path: Path) -> None:
