@@ -9,14 +9,13 @@ import pytest
 from rankwise.callbacks import EarlyStopping, ModelCheckpoint
 from rankwise.errors import ConfigurationError, InvalidArgumentError
 from tests.unit.callbacks.test_model_checkpoint import Scripted
-from tests.unit.trainer.helpers import loader, trainer
+from tests.unit.trainer.helpers import fitted, loader, trainer
 
 
 def epochs_with(folder: Path, stopping: EarlyStopping, *scores: float, **options: Any) -> int:
     """Return how many epochs run with these scores."""
-    train = trainer(folder, callbacks=stopping, max_epochs=len(scores), **options)
-    train.fit(Scripted(*scores), loader(), loader())
-    return train.current_epoch
+    options = {"callbacks": stopping, "max_epochs": len(scores), **options}
+    return fitted(folder, Scripted(*scores), loader(), loader(), **options).current_epoch
 
 
 def test_patience(tmp_path: Path) -> None:
@@ -48,20 +47,16 @@ def test_when_it_stops(tmp_path: Path, what: str) -> None:
 
 def saved_stop(folder: Path, *scores: float, **options: Any) -> Path:
     """Train with patience 1, and save with every validation; return the last checkpoint."""
-    saving = ModelCheckpoint(folder, "{step}", save_last=True)
-    train = trainer(folder, callbacks=[EarlyStopping("score", patience=1), saving], max_epochs=9, **options)
-    train.fit(Scripted(*scores), loader(), loader())
-    assert train.should_stop
+    callbacks = [EarlyStopping("score", patience=1), ModelCheckpoint(folder, "{step}", save_last=True)]
+    options = {"callbacks": callbacks, "max_epochs": 9, **options}
+    assert fitted(folder, Scripted(*scores), loader(), loader(), **options).should_stop
     return folder / "last.ckpt"
 
 
 def resumed(path: Path, stopping: EarlyStopping | None, **options: Any) -> list[str]:
     """Go on from a checkpoint; return the steps that ran."""
-    callbacks = [] if stopping is None else [stopping]
-    model = Scripted(*[1.0] * 4)
-    trainer(path.parent, callbacks=callbacks, max_epochs=4, **options).fit(
-        model, loader(), loader(), ckpt_path=path
-    )
+    model, options = Scripted(*[1.0] * 4), {"callbacks": stopping, "max_epochs": 4, **options}
+    fitted(path.parent, model, loader(), loader(), ckpt_path=path, **options)
     return [step for step in model.seen if "train" in step]
 
 
@@ -113,10 +108,8 @@ def test_missing_metric(tmp_path: Path) -> None:
         epochs_with(tmp_path, EarlyStopping("scroe"), 1)
     assert "logged so far: 'loss', 'score'" in str(caught.value)
     stopping = EarlyStopping("loss", check_on_train_epoch_end=False)
-    with pytest.raises(
-        ConfigurationError, match=r"EarlyStopping\(check_on_train_epoch_end=False\) would never"
-    ):
-        trainer(tmp_path, callbacks=stopping).fit(Scripted(1), loader())
+    with pytest.raises(ConfigurationError, match=r"\(check_on_train_epoch_end=False\) would never"):
+        fitted(tmp_path, callbacks=stopping)
 
 
 def test_wrong_values() -> None:
@@ -146,11 +139,12 @@ class Ending(Scripted):
         return -1 if batch_idx == 2 else None
 
 
-@pytest.mark.parametrize(("module", "options"), [(Scripted(1), {"max_steps": 2}), (Ending(1), {})])
-def test_each_validation_counts_once(tmp_path: Path, module: Scripted, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("kind", "max_steps"), [(Scripted, 2), (Ending, -1)])
+def test_each_validation_counts_once(tmp_path: Path, kind: type[Scripted], max_steps: int) -> None:
     """Also one after which training, or the epoch, ends."""
     stopping = EarlyStopping("score")
-    trainer(tmp_path, callbacks=stopping, val_check_interval=2, **options).fit(module, loader(), loader())
+    options = {"callbacks": stopping, "val_check_interval": 2, "max_steps": max_steps}
+    fitted(tmp_path, kind(1), loader(), loader(), **options)
     assert (stopping.best_score, stopping.wait_count) == (1, 0)
 
 

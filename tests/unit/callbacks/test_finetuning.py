@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rankwise.callbacks import BackboneFinetuning, BaseFinetuning, ModelCheckpoint
+from rankwise.callbacks import BackboneFinetuning, BaseFinetuning
 from rankwise.errors import ConfigurationError, InvalidArgumentError
-from tests.unit.trainer.helpers import Line, fitted, loader, trainer
+from tests.unit.trainer.helpers import Line, fitted, whole_and_continued
 
 
 class WithBackbone(Line):
@@ -38,7 +38,7 @@ def test_the_backbone_is_trained_later(tmp_path: Path) -> None:
     """It is frozen until its epoch; then its rate rises until it is the head's."""
     module = WithBackbone()
     callback = BackboneFinetuning(1, backbone_initial_ratio_lr=0.3)
-    trainer(tmp_path, callbacks=callback, max_epochs=4).fit(module, loader())
+    fitted(tmp_path, module, callbacks=callback, max_epochs=4)
     assert torch.equal(module.weights[0], module.weights[1])
     assert not torch.equal(module.weights[1], module.weights[2])
     assert module.rates == pytest.approx([0, 0.03, 0.06, 0.1])
@@ -48,7 +48,7 @@ def test_the_backbone_is_trained_later(tmp_path: Path) -> None:
 def test_no_backbone(tmp_path: Path) -> None:
     """A module without one is refused before training; the divisor, where nothing uses it."""
     with pytest.raises(ConfigurationError, match="finds no backbone"):
-        trainer(tmp_path, callbacks=BackboneFinetuning()).fit(Line(), loader())
+        fitted(tmp_path, callbacks=BackboneFinetuning())
     with pytest.raises(InvalidArgumentError):
         BackboneFinetuning(-1)
 
@@ -82,11 +82,7 @@ class Frozen(BaseFinetuning):
 )
 def test_a_run_that_continues(tmp_path: Path, make: Callable[[], BaseFinetuning]) -> None:
     """It trains what the first one did, at the same rates, to the same weights and statistics."""
-    whole, continued = WithBackbone(), WithBackbone()
-    saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
-    trainer(tmp_path, callbacks=[make(), saving], max_epochs=4).fit(whole, loader())
-    path = tmp_path / "epoch=1.ckpt"
-    trainer(tmp_path, callbacks=make(), max_epochs=4).fit(continued, loader(), ckpt_path=path)
+    whole, continued = whole_and_continued(tmp_path, WithBackbone, make, 1, max_epochs=4)
     assert continued.rates == whole.rates[2:]
     ours, theirs = continued.backbone, whole.backbone
     assert ours[0].weight.tolist() == theirs[0].weight.tolist()

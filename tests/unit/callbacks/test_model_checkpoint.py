@@ -31,19 +31,19 @@ def load(path: Path | str) -> dict[str, Any]:
     return TorchCheckpointIO().load_checkpoint(path)
 
 
-def fit(
-    folder: Path, saving: ModelCheckpoint, *scores: float, ckpt_path: Path | None = None, **options: Any
-) -> list[str]:
+def fit(folder: Path, saving: ModelCheckpoint, *scores: float, **options: Any) -> list[str]:
     """Train as many epochs as there are scores; return the names of the files that are left."""
-    train = trainer(folder, callbacks=saving, **{"max_epochs": len(scores), **options})
-    train.fit(Scripted(*scores), loader(), loader(), ckpt_path=ckpt_path)
+    options = {"callbacks": saving, "max_epochs": len(scores), **options}
+    fitted(folder, Scripted(*scores), loader(), loader(), **options)
     return sorted(path.name for path in Path(saving.dirpath or "").iterdir())
 
 
 MONITOR, SECOND, HALVES = {"monitor": "score"}, {"check_val_every_n_epoch": 2}, {"val_check_interval": 0.5}
 SCORED = {"filename": "{epoch}", **MONITOR}
 EPOCHS, STEPS = ({"filename": name, "save_top_k": -1} for name in ("{epoch}", "{step}"))
-NEWEST = {"filename": "{epoch}", "save_top_k": 2, "mode": "max"}
+TWO, THIRD, ACCUMULATED = {"save_top_k": 2}, {"every_n_train_steps": 3}, {"accumulate_grad_batches": 2}
+NEWEST = {"filename": "{epoch}", **TWO, "mode": "max"}
+UNNAMED = {"filename": "at-{epoch:02d}-{score:.1f}", "auto_insert_metric_name": False}
 AT_END, AT_VALIDATION = ({"save_on_train_epoch_end": at_end} for at_end in (True, False))
 RUNS: dict[str, tuple[dict[str, Any], list[float], dict[str, Any], str]] = {
     "the latest, without a metric": ({}, [1, 1], {}, "epoch=1-step=8"),
@@ -51,18 +51,8 @@ RUNS: dict[str, tuple[dict[str, Any], list[float], dict[str, Any], str]] = {
     "a NaN gives way to any number": ({**SCORED}, [math.nan, 0.5, math.nan], {}, "epoch=1"),
     "only the last, with 0": ({"save_top_k": 0, "save_last": True}, [1, 1], {}, "last"),
     "every second epoch": ({**EPOCHS, "every_n_epochs": 2}, [1, 1, 1, 1], {}, "epoch=1 epoch=3"),
-    "steps are counted over epochs, once per optimizer step": (
-        {**STEPS, "every_n_train_steps": 3},
-        [1, 1, 1],
-        {"accumulate_grad_batches": 2},
-        "step=3 step=6",
-    ),
-    "an epoch without validation has no score": (
-        {**SCORED, "save_top_k": 2},
-        [0.3, 0.2, 0.1],
-        {"check_val_every_n_epoch": 2},
-        "epoch=1",
-    ),
+    "optimizer steps, over epochs": ({**STEPS, **THIRD}, [1] * 3, ACCUMULATED, "step=3 step=6"),
+    "an epoch without validation has no score": ({**SCORED, **TWO}, [0.3, 0.2, 0.1], SECOND, "epoch=1"),
     "validated in the middle of an epoch": ({**STEPS, **MONITOR}, [1], HALVES, "step=2 step=4"),
     "... for steps": ({**STEPS, **MONITOR, **AT_VALIDATION}, [1], HALVES, "step=2 step=4"),
     "... unless only the end of an epoch counts": ({**STEPS, **MONITOR, **AT_END}, [1], HALVES, "step=4"),
@@ -80,23 +70,13 @@ RUNS: dict[str, tuple[dict[str, Any], list[float], dict[str, Any], str]] = {
         {},
         "step=4-score=7 step=6-score=7 step=8-score=8",
     ),
-    "not again when training stops after a validation": (
-        {"save_top_k": -1},
-        [1],
-        {"val_check_interval": 2, "max_steps": 2},
-        "epoch=0-step=2",
-    ),
+    "once where training then stops": (STEPS, [1], {**HALVES, "max_steps": 2}, "step=2"),
     "no epoch": ({"every_n_epochs": 0}, [1, 1], {}, ""),
     "no step": ({"every_n_train_steps": 0}, [1, 1], {}, ""),
     "the newest by step": ({**NEWEST, "monitor": "step"}, [1, 1, 1], {}, "epoch=1 epoch=2"),
     "the newest by epoch": ({**NEWEST, "monitor": "epoch"}, [1, 1, 1], {}, "epoch=1 epoch=2"),
     "the oldest": ({**NEWEST, "monitor": "epoch", "mode": "min"}, [1, 1, 1], {}, "epoch=0 epoch=1"),
-    "values without names": (
-        {"filename": "at-{epoch:02d}-{score:.1f}", "auto_insert_metric_name": False},
-        [1, 0.5],
-        {},
-        "at-01-0.5",
-    ),
+    "values without names": (UNNAMED, [1, 0.5], {}, "at-01-0.5"),
 }
 """Arguments of the callback, scores, arguments of the trainer, and the files that are left."""
 
@@ -201,9 +181,8 @@ def test_a_run_that_continues_replaces_its_last(tmp_path: Path) -> None:
     """Whatever checkpoint of its own it continues from; two callbacks write a file each."""
     for epochs, ckpt_path in [(1, None), (2, "last"), (3, "best"), (4, tmp_path / "last.ckpt")]:
         saving = ModelCheckpoint(tmp_path, "{epoch}", save_last=True)
-        train = trainer(tmp_path, callbacks=saving, max_epochs=epochs)
         path = tmp_path / f"epoch={epochs - 2}.ckpt" if ckpt_path == "best" else ckpt_path
-        train.fit(Line(), loader(), ckpt_path=path)
+        fitted(tmp_path, callbacks=saving, max_epochs=epochs, ckpt_path=path)
         assert sorted(path.name for path in tmp_path.iterdir()) == [f"epoch={epochs - 1}.ckpt", "last.ckpt"]
         assert load(tmp_path / "last.ckpt")["epoch"] == epochs - 1
     folder = tmp_path / "two"
@@ -212,8 +191,7 @@ def test_a_run_that_continues_replaces_its_last(tmp_path: Path) -> None:
             ModelCheckpoint(folder, save_top_k=0, save_last=True, every_n_epochs=1),
             ModelCheckpoint(folder, save_top_k=0, save_last=True, every_n_train_steps=1),
         ]
-        train = trainer(tmp_path, callbacks=savings, max_epochs=epochs)
-        train.fit(Line(), loader(), ckpt_path="last")
+        fitted(tmp_path, callbacks=savings, max_epochs=epochs, ckpt_path="last")
         assert len({saving.last_model_path for saving in savings}) == len(list(folder.iterdir())) == 2
 
 
@@ -231,10 +209,8 @@ def test_missing_metric(tmp_path: Path) -> None:
     """It is an error that says what was logged; so are validations that are waited for and never come."""
     with pytest.raises(ConfigurationError, match=r"monitor='accuracy'.*\n.*'loss', 'score'"):
         fit(tmp_path, ModelCheckpoint(tmp_path, monitor="accuracy"), 1)
-    saving = ModelCheckpoint(tmp_path, save_on_train_epoch_end=False)
-    train = trainer(tmp_path, callbacks=saving)
     with pytest.raises(ConfigurationError, match="would never act: it waits for validations"):
-        train.fit(Line(), loader())
+        fitted(tmp_path, callbacks=ModelCheckpoint(tmp_path, save_on_train_epoch_end=False))
 
 
 def test_state_round_trip(tmp_path: Path) -> None:
@@ -393,13 +369,9 @@ def test_intervals_of_time(tmp_path: Path, interval: timedelta, count: int) -> N
 class Gathered(Line):
     """Notes when the state of its optimizer is asked for."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[int] = []
-
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
-        optimizer.register_state_dict_pre_hook(lambda _: self.asked.append(self.global_step))
+        optimizer.register_state_dict_pre_hook(lambda _: self.seen.append(f"asked at {self.global_step}"))
         return optimizer
 
 
@@ -408,31 +380,27 @@ def test_weights_only_gathers_no_more(tmp_path: Path, weights_only: bool) -> Non
     """The state of optimizers, which is large and may be spread over ranks, is not made for such files."""
     module = Gathered()
     saving = ModelCheckpoint(tmp_path, save_weights_only=weights_only, every_n_train_steps=3)
-    trainer(tmp_path, callbacks=saving).fit(module, loader())
-    assert (3 in module.asked) != weights_only
+    fitted(tmp_path, module, callbacks=saving)
+    assert ("asked at 3" in module.seen) != weights_only
 
 
-class Failing(Scripted):
-    """Raises in the last batch of the second epoch, once."""
+class Failing(Line):
+    """Raises in the last batch of the second epoch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.global_step == 7 and batch_idx == 3 and len(self.scores) == 1:
+        if self.global_step == 7:
             raise KeyError("no such sample")
         return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("score", 1.0)
 
 
 def test_save_on_exception(tmp_path: Path) -> None:
     """The steps until an exception are saved, and another run continues after them, to the same weights."""
     saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=0, save_on_exception=True, save_last=True)
-    train = trainer(tmp_path, callbacks=saving, max_epochs=2)
     with pytest.raises(KeyError, match="no such sample"):
-        train.fit(Failing(1), loader(), loader())
+        fitted(tmp_path, Failing(), loader(), loader(), callbacks=saving, max_epochs=2)
     assert (tmp_path / "step=7.ckpt").exists()
-    models = [Failing(1, 1), Failing(1, 1)]
+    models = [Line(), Line()]
     for model, path in zip(models, (None, tmp_path / "last.ckpt"), strict=True):
-        trainer(tmp_path, max_epochs=2).fit(model, loader(), loader(), ckpt_path=path)
+        fitted(tmp_path, model, loader(), loader(), max_epochs=2, ckpt_path=path)
     assert len(models[1].seen) < len(models[0].seen)
     assert models[0].layer.weight.tolist() == models[1].layer.weight.tolist()

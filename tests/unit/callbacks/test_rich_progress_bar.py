@@ -9,7 +9,7 @@ import pytest
 
 from rankwise.callbacks import RichProgressBar, RichProgressBarTheme
 from rankwise.errors import ConfigurationError, InvalidArgumentError
-from tests.unit.trainer.helpers import Line, loader, trainer
+from tests.unit.trainer.helpers import Line, fitted, loader, trainer
 
 pytest.importorskip("rich", reason="rich is not installed")
 
@@ -22,12 +22,12 @@ class Shown(Line):
         return self.loss(batch)
 
 
-def shown(folder: Path, **options: Any) -> str:
-    """Train for two epochs, with validation; return what the terminal got."""
+def shown(folder: Path, *, is_terminal: bool = True, **options: Any) -> str:
+    """Train for two epochs, with validation; return what the terminal, or a file, got."""
     text = io.StringIO()
-    bar = RichProgressBar(console_kwargs={"file": text, "force_terminal": True, "width": 120}, **options)
-    train = trainer(folder, callbacks=bar, enable_progress_bar=True, max_epochs=2)
-    train.fit(Shown(), loader(), loader())
+    console = {"file": text, "force_terminal": is_terminal or None, "width": 120 if is_terminal else 20}
+    bar = RichProgressBar(console_kwargs=console, **options)
+    fitted(folder, Shown(), loader(), loader(), callbacks=bar, enable_progress_bar=True, max_epochs=2)
     assert bar._display is None  # the terminal is as it was
     pickle.dumps(bar)
     return text.getvalue()
@@ -55,10 +55,7 @@ def test_refused(tmp_path: Path) -> None:
 
 def test_a_file_gets_lines(tmp_path: Path) -> None:
     """Where the console is no terminal, a fit of a moment is one line."""
-    text = io.StringIO()
-    bar = RichProgressBar(console_kwargs={"file": text, "width": 20})
-    train = trainer(tmp_path, callbacks=bar, enable_progress_bar=True, max_epochs=2)
-    train.fit(Shown(), loader(), loader())
-    assert text.getvalue().startswith("Epoch 1: 4/4 [")
-    assert text.getvalue().endswith("shown=0.5]\n")
-    assert text.getvalue().count("\n") == 1
+    text = shown(tmp_path, is_terminal=False)
+    assert text.startswith("Epoch 1: 4/4 [")
+    assert text.endswith("shown=0.5]\n")
+    assert text.count("\n") == 1

@@ -1,5 +1,6 @@
 """Averaging the last epochs, at a learning rate of their own."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from rankwise.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from rankwise.callbacks import StochasticWeightAveraging
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError
 from tests.unit.callbacks.test_weight_averaging import Noted
-from tests.unit.trainer.helpers import fitted, loader, trainer
+from tests.unit.trainer.helpers import fitted, whole_and_continued
 
 
 class Scheduled(Noted):
@@ -55,13 +56,8 @@ def test_fraction() -> None:
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_a_run_that_continues(tmp_path: Path, epoch: int) -> None:
     """Average and rates go on from a checkpoint of before or after the start, to the same weights."""
-    whole, continued = Scheduled(), Scheduled()
-    saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
-    callbacks: list[Any] = [StochasticWeightAveraging([0.02], 2, annealing_epochs=3), saving]
-    trainer(tmp_path, callbacks=callbacks, max_epochs=4).fit(whole, loader())
-    averaging = StochasticWeightAveraging([0.02], 2, annealing_epochs=3)
-    train = trainer(tmp_path, callbacks=averaging, max_epochs=4)
-    train.fit(continued, loader(), ckpt_path=tmp_path / f"epoch={epoch}.ckpt")
+    averaging = partial(StochasticWeightAveraging, [0.02], 2, annealing_epochs=3)
+    whole, continued = whole_and_continued(tmp_path, Scheduled, averaging, epoch, max_epochs=4)
     assert continued.rates == whole.rates[epoch + 1 :]
     assert continued.layer.weight.tolist() == whole.layer.weight.tolist()
 
@@ -83,8 +79,7 @@ class Two(Manual):
 
 def averaged(folder: Path, module: Noted, *arguments: Any, max_epochs: int = 2) -> None:
     """Fit with the callback."""
-    callback = StochasticWeightAveraging(*arguments)
-    trainer(folder, callbacks=callback, max_epochs=max_epochs).fit(module, loader())
+    fitted(folder, module, callbacks=StochasticWeightAveraging(*arguments), max_epochs=max_epochs)
 
 
 def test_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from rankwise.callbacks.weight_averaging import broadcast_buffers
 from rankwise.checkpoint import TorchCheckpointIO
 from rankwise.errors import CheckpointError, ConfigurationError, InvalidArgumentError, UnknownArgumentError
 from rankwise.strategies import DDPStrategy
-from tests.unit.trainer.helpers import Line, loader, trainer
+from tests.unit.trainer.helpers import Line, fitted, loader, trainer
 
 
 class Noted(Line):
@@ -29,14 +29,7 @@ class Noted(Line):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
             self.validated.append(self.layer.weight.detach().clone())
-
-
-class Validated(Noted):
-    """Logs a metric in each validation."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
-        self.log("val_loss", self.loss(batch))
 
 
 def averages(weights: list[Tensor], decay: float) -> list[Tensor]:
@@ -50,7 +43,7 @@ def averages(weights: list[Tensor], decay: float) -> list[Tensor]:
 def test_exponential_average(tmp_path: Path) -> None:
     """Validations use the average, of all steps alike by default; training goes on with its own weights."""
     module = Noted()
-    trainer(tmp_path, callbacks=WeightAveraging(), max_epochs=2).fit(module, loader())
+    fitted(tmp_path, module, callbacks=WeightAveraging(), max_epochs=2)
     torch.testing.assert_close(module.layer.weight.detach(), torch.stack(module.trained).mean(0))
     module, alone = Noted(), Noted()
     trainer(tmp_path, callbacks=EMAWeightAveraging(decay=0.6), max_epochs=2).fit(module, loader(), loader())
@@ -84,8 +77,8 @@ def test_a_run_that_continues(tmp_path: Path, options: dict[str, Any]) -> None:
     saved = TorchCheckpointIO().load_checkpoint(path)
     torch.testing.assert_close(saved["state_dict"]["layer.weight"], averages(whole.trained, 0.6)[2])
     torch.testing.assert_close(saved["current_model_state"]["layer.weight"], whole.trained[2])
-    train = trainer(tmp_path, callbacks=EMAWeightAveraging(decay=0.6), max_epochs=2, **options)
-    train.fit(continued, loader(), loader(), ckpt_path=path)
+    options = {"callbacks": EMAWeightAveraging(decay=0.6), "max_epochs": 2, **options}
+    fitted(tmp_path, continued, loader(), loader(), ckpt_path=path, **options)
     assert continued.layer.weight.tolist() == whole.layer.weight.tolist()
     trainer(tmp_path).validate(continued, loader(), ckpt_path=path)
     torch.testing.assert_close(continued.validated[-1], averages(whole.trained, 0.6)[2])
@@ -94,13 +87,11 @@ def test_a_run_that_continues(tmp_path: Path, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", [{}, {"use_buffers": False}])
 def test_weights_only(tmp_path: Path, options: dict[str, Any]) -> None:
     """Checkpoints of weights have the average, within a validation and after a step."""
-    module = Noted()
     for name, moment in (("step", {"every_n_train_steps": 3}), ("validation", {"monitor": "val_loss"})):
-        folder = tmp_path / name
+        module, folder = Noted(), tmp_path / name
         saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_weights_only=True, **cast(Any, moment))
-        callbacks: list[Any] = [EMAWeightAveraging(decay=0.6, **options), saving]
-        module, options_of_run = Validated(), {"val_check_interval": 2}
-        trainer(folder, callbacks=callbacks, **options_of_run).fit(module, loader(), loader())
+        callbacks = [EMAWeightAveraging(decay=0.6, **options), saving]
+        fitted(folder, module, loader(), loader(), callbacks=callbacks, val_check_interval=2)
         expected = averages(module.trained, 0.6)
         for path in folder.glob("*.ckpt"):
             saved, step = TorchCheckpointIO().load_checkpoint(path), int(path.stem.removeprefix("step="))
@@ -112,11 +103,11 @@ def test_weights_only(tmp_path: Path, options: dict[str, Any]) -> None:
 def test_a_failed_validation(tmp_path: Path) -> None:
     """The module then has its own weights, not the average."""
 
-    class Failing(Noted):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            raise KeyError("no such label")
+    def fail(batch: Any, batch_idx: int) -> None:
+        raise KeyError("no such label")
 
-    module = Failing()
+    module = Noted()
+    module.validation_step = fail  # type: ignore[method-assign]
     with pytest.raises(KeyError):
         trainer(tmp_path, callbacks=WeightAveraging()).fit(module, loader(), loader())
     torch.testing.assert_close(module.layer.weight.detach(), module.trained[-1])
@@ -125,12 +116,12 @@ def test_a_failed_validation(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint(tmp_path: Path) -> None:
     """Without the number of averaged weights a run cannot continue."""
     saving = ModelCheckpoint(tmp_path, "own")
-    trainer(tmp_path, callbacks=[WeightAveraging(), saving]).fit(Noted(), loader())
+    fitted(tmp_path, Noted(), callbacks=[WeightAveraging(), saving])
     path = saving.best_model_path
     checkpoint = TorchCheckpointIO().load_checkpoint(path)
     TorchCheckpointIO().save_checkpoint({**checkpoint, "averaging_state": {}}, path)
     with pytest.raises(CheckpointError, match="number of averaged weights"):
-        trainer(tmp_path, callbacks=WeightAveraging()).fit(Noted(), loader(), ckpt_path=path)
+        fitted(tmp_path, Noted(), callbacks=WeightAveraging(), ckpt_path=path)
 
 
 def test_wrong_arguments() -> None:
