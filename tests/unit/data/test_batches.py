@@ -11,7 +11,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     TensorDataset,
@@ -20,6 +19,7 @@ from torch.utils.data import (
 
 from rankwise.data import shard_for_evaluation, shard_for_training
 from rankwise.data.batches import SizedBatches, batch_sizes
+from tests.unit.trainer.helpers import Stream
 
 
 def dataset(count: int) -> TensorDataset:
@@ -94,18 +94,11 @@ class Endless(RandomSampler):
         raise TypeError
 
 
-class Stream(IterableDataset[int]):
-    """Has no length."""
-
-    def __iter__(self) -> Any:
-        return iter(range(4))
-
-
 @pytest.mark.parametrize(
     "loader",
     [
         [1, 2, 3],
-        DataLoader(Stream(), batch_size=2),
+        DataLoader(Stream(range(4)), batch_size=2),
         DataLoader(dataset(4), batch_size=None),
         DataLoader(dataset(4), batch_size=2, sampler=Endless(dataset(4))),
         DataLoader(dataset(4), batch_sampler=Random(SequentialSampler(range(4)), 1, False)),

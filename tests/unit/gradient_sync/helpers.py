@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from tests.helpers.threaded import ThreadedStrategy, run_ranks
 from tests.process.training_tasks import quiet_trainer
 
 FEATURES = 3
+SIZES = ((4, 1), (3, 2), (0, 5))  # of the two microbatches of each of three ranks
 _drawing = threading.Lock()
 
 
@@ -32,6 +33,11 @@ def batch(rank: int, number: int = 0, size: int = 2) -> Tensor:
     """Return the same random samples every time."""
     generator = torch.Generator().manual_seed(100 * rank + number)
     return torch.randn(size, FEATURES, dtype=torch.float64, generator=generator)
+
+
+def batches_of(sizes: Iterable[Iterable[int]]) -> list[Tensor]:
+    """Return the batches of all ranks, of each of which these are the sizes."""
+    return [batch(rank, number, size) for rank, own in enumerate(sizes) for number, size in enumerate(own)]
 
 
 def loss_of(model: nn.Module, samples: Tensor) -> Tensor:
@@ -59,15 +65,16 @@ def on_ranks(
 
 
 def accumulate(
-    strategy: ThreadedStrategy, wrapped: nn.Module, sizes: Sequence[int] = (2, 2), weighted: bool = False
+    strategy: ThreadedStrategy, wrapped: nn.Module, sizes: Sequence[int] = (2, 2), scale: float = 1.0
 ) -> list[Tensor | None]:
-    """Accumulate the gradients of a window of microbatches of these sizes; return them."""
+    """Accumulate the gradients of a window of microbatches of these sizes, which weigh them; return them."""
+    is_weighted = strategy.gradient_weighting == "logged"
     for number, size in enumerate(sizes):
-        samples = batch(strategy.global_rank, number, size)
+        samples = batch(strategy.global_rank, number, max(1, size))  # there is no mean of nothing
         with strategy.gradient_sync_context(wrapped, is_final_microbatch=number == len(sizes) - 1):
             loss = loss_of(wrapped, samples)
-            loss = strategy.weighted_loss(loss, size) if weighted else loss / len(sizes)
-            loss.backward()
+            loss = strategy.weighted_loss(loss, size) if is_weighted else loss / len(sizes)
+            (loss * scale).backward()
     return gradients(strategy.unwrap_module(wrapped))
 
 
@@ -76,6 +83,16 @@ def alone(model: nn.Module, samples: Sequence[Tensor]) -> list[Tensor | None]:
     single = copy.deepcopy(model)
     loss_of(single, torch.cat(list(samples))).backward()
     return gradients(single)
+
+
+def stepped_alone(module: "Sums", windows: Iterable[Tensor]) -> Tensor:
+    """Train a module with a step of one process for each window of samples; return the weights."""
+    optimizer = module.configure_optimizers()
+    for window in windows:
+        optimizer.zero_grad()
+        loss_of(module.net, window).backward()
+        optimizer.step()
+    return weights(module)
 
 
 def bare(model: nn.Module) -> DistributedDataParallel:

@@ -29,6 +29,7 @@ from rankwise.errors import (
 from rankwise.gradient_sync import CommHookRegistry, HookPlace, register_ddp_comm_hook
 from rankwise.gradient_sync.hook_registry import PowerSGDMemory
 from rankwise.strategies import DDPStrategy
+from tests.helpers.exactness import weights
 from tests.helpers.threaded import ThreadedStrategy, counted_reductions, run_ranks
 from tests.process.training_tasks import Regression, loader, quiet_trainer
 from tests.unit.gradient_sync.helpers import (
@@ -268,14 +269,17 @@ def test_pickling_named_hooks(name: str) -> None:
 
 
 def train_steps(
-    strategy: ThreadedStrategy, wrapped: nn.Module, steps: range, optimizer: torch.optim.Optimizer
-) -> None:
-    """Train on some of an endless series of batches."""
+    strategy: ThreadedStrategy, wrapped: nn.Module, steps: range, *more: nn.Parameter
+) -> torch.optim.Optimizer:
+    """Train on some of an endless series of batches; return the optimizer, which may have more parameters."""
+    optimizer = torch.optim.SGD([*wrapped.parameters(), *more], lr=0.1)
+    strategy.on_after_setup_optimizers([optimizer])
     for number in steps:
         optimizer.zero_grad()
         with strategy.gradient_sync_context(wrapped):
             loss_of(wrapped, batch(strategy.global_rank, number)).backward()
         strategy.optimizer_step(optimizer)
+    return optimizer
 
 
 def big_net() -> nn.Module:
@@ -306,20 +310,18 @@ def test_powersgd_resumes_from_its_state() -> None:
     """
 
     def run(strategy: ThreadedStrategy, wrapped: nn.Module, *, stop_at: int, remembers: bool) -> Tensor:
-        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-        train_steps(strategy, wrapped, range(stop_at), optimizer)
+        train_steps(strategy, wrapped, range(stop_at))
         if stop_at < 8:
-            gathered = strategy.gradients.gathered_states()
-            box = [gathered]
+            box = [strategy.gradients.gathered_states()]
             dist.broadcast_object_list(box)
             strategy.gradients.detach()
             strategy.job.modules.close()
             strategy.gradients.load_states(box[0] if remembers else [])
             again = strategy.setup_module(strategy.unwrap_module(wrapped))
-            train_steps(strategy, again, range(stop_at, 8), torch.optim.SGD(again.parameters(), lr=0.1))
-        return torch.cat([parameter.detach().flatten() for parameter in wrapped.parameters()])
+            train_steps(strategy, again, range(stop_at, 8))
+        return weights(wrapped)
 
-    def weights(stop_at: int, remembers: bool = True) -> Tensor:
+    def stopped(stop_at: int, remembers: bool = True) -> Tensor:
         first, second = on_ranks(
             2, lambda s, m: run(s, m, stop_at=stop_at, remembers=remembers), big_net(), **POWERSGD
         )
@@ -327,14 +329,14 @@ def test_powersgd_resumes_from_its_state() -> None:
         tensor: Tensor = first
         return tensor
 
-    whole = weights(8)
-    assert float((weights(5, remembers=False) - whole).abs().max()) > 1e-4
+    whole = stopped(8)
+    without = float((stopped(5, remembers=False) - whole).abs().max())
     # The bases of the first step's other buckets are drawn anew; the errors, which count, are not lost.
-    assert float((weights(5) - whole).abs().max()) < float((weights(5, remembers=False) - whole).abs().max())
+    assert float((stopped(5) - whole).abs().max()) < without > 1e-4
 
 
 def states_after_four_steps(strategy: ThreadedStrategy, wrapped: nn.Module) -> Any:
-    train_steps(strategy, wrapped, range(4), torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    train_steps(strategy, wrapped, range(4))
     return strategy.gradients.gathered_states()
 
 
@@ -377,12 +379,10 @@ LOCAL: dict[str, Any] = {
 
 def local_steps(strategy: ThreadedStrategy, wrapped: nn.Module, steps: int, ends: bool = False) -> Tensor:
     """Train with post-local SGD, and return the weights."""
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    strategy.on_after_setup_optimizers([optimizer])
-    train_steps(strategy, wrapped, range(steps), optimizer)
+    train_steps(strategy, wrapped, range(steps))
     if ends:
         strategy.sync_models()
-    return torch.cat([parameter.detach().flatten() for parameter in wrapped.parameters()])
+    return weights(wrapped)
 
 
 @pytest.mark.parametrize(("steps", "is_same"), [(2, True), (3, True), (4, False), (5, False), (6, True)])
@@ -408,8 +408,8 @@ def test_the_period_goes_on_in_the_next_job() -> None:
 def test_training_ends_with_one_model() -> None:
     """After any number of steps all ranks end with the mean of their models."""
     apart = on_ranks(2, lambda s, m: local_steps(s, m, 5), net(), **LOCAL)
-    for weights in on_ranks(2, lambda s, m: local_steps(s, m, 5, ends=True), net(), **LOCAL):
-        torch.testing.assert_close(weights, torch.stack(apart).mean(dim=0))
+    ended = on_ranks(2, lambda s, m: local_steps(s, m, 5, ends=True), net(), **LOCAL)
+    assert_each(ended, torch.stack(apart).mean(dim=0))
 
 
 def test_parameters_without_gradients_are_not_averaged() -> None:
@@ -417,8 +417,8 @@ def test_parameters_without_gradients_are_not_averaged() -> None:
 
     def run(strategy: ThreadedStrategy, wrapped: nn.Module) -> bool:
         frozen = nn.Parameter(torch.arange(100.0).double() / 3, requires_grad=False)
-        before, optimizer = frozen.clone(), torch.optim.SGD([*wrapped.parameters(), frozen], lr=0.1)
-        train_steps(strategy, wrapped, range(4), optimizer)
+        before = frozen.clone()
+        train_steps(strategy, wrapped, range(4), frozen)
         strategy.sync_models()
         return torch.equal(frozen, before)
 
@@ -429,11 +429,10 @@ def test_what_has_changed_is_averaged() -> None:
     """A parameter that the last step of a period did not use is averaged with the others."""
 
     def run(strategy: ThreadedStrategy, wrapped: nn.Module) -> Tensor:
-        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-        train_steps(strategy, wrapped, range(5), optimizer)
+        optimizer = train_steps(strategy, wrapped, range(5))
         optimizer.zero_grad()
         strategy.gradients.after_step(optimizer)  # the sixth step
-        return torch.cat([parameter.detach().flatten() for parameter in wrapped.parameters()])
+        return weights(wrapped)
 
     first, second = on_ranks(2, run, net(), **LOCAL)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
@@ -454,10 +453,10 @@ def test_local_sgd_in_groups() -> None:
     """With `subgroup_size` ranks of a subgroup have one model; the size must divide the world size."""
     hook = "post_localsgd:start_localSGD_iter=0,subgroup_size={}"
     options: dict[str, Any] = {"comm_hook": hook.format(2), "model_averaging_period": 100}
-    weights = on_ranks(4, lambda s, m: local_steps(s, m, 3), net(), **options)
-    assert torch.equal(weights[0], weights[1])
-    assert torch.equal(weights[2], weights[3])
-    assert not torch.equal(weights[0], weights[2])
+    found = on_ranks(4, lambda s, m: local_steps(s, m, 3), net(), **options)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[2], found[3])
+    assert not torch.equal(found[0], found[2])
     with pytest.raises(ConfigurationError, match="groups of 3"):
         on_ranks(4, lambda s, m: None, net(), **{**options, "comm_hook": hook.format(3)})
 

@@ -11,7 +11,7 @@ from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync import gradient_sync_context, reduce_gradients
 from rankwise.precision import MasterWeightsPrecision
 from tests.helpers.threaded import ThreadedStrategy, counted_reductions, run_ranks
-from tests.unit.gradient_sync.helpers import batch, loss_of, net, on_ranks
+from tests.unit.gradient_sync.helpers import batch, gradients, loss_of, net, on_ranks
 
 
 class Branches(nn.Module):
@@ -45,19 +45,18 @@ def test_forced_sync_of_gradients_on_some_ranks_only(is_ours: bool, is_right: bo
     """
     models = [Branches(), Branches()]
 
-    def train(rank: int) -> dict[str, Tensor | None]:
+    def train(rank: int) -> list[Tensor | None]:
         model = models[rank]
         with gradient_sync_context(model, mode="forced_sync") if is_ours else nullcontext():
             model(batch(rank), ("left", "right")[rank]).sum().backward()
         if not is_ours:
             by_composers_loop(model)
-        return {name: parameter.grad for name, parameter in model.named_parameters()}
+        return gradients(model)
 
     single = Branches()
     ((single(batch(0), "left").sum() + single(batch(1), "right").sum()) / 2).backward()
-    expected = {name: parameter.grad for name, parameter in single.named_parameters()}
     for result in run_ranks(2, train):
-        assert all(_same(result[name], expected[name]) for name in expected) == is_right
+        assert all(map(_same, result, gradients(single))) == is_right
 
 
 def _same(left: Tensor | None, right: Tensor | None) -> bool:
@@ -133,11 +132,9 @@ def test_ignored_parameters_stay_as_they_are() -> None:
         model._ddp_params_and_buffers_to_ignore = ["0.weight"]  # type: ignore[assignment]  # torch's way
         with gradient_sync_context(model, torch.optim.SGD(model.parameters(), lr=0.1), mode="forced_sync"):
             loss_of(model, batch(rank)).backward()
-        return [parameter.grad for parameter in model.parameters()]
+        return gradients(model)
 
-    first, second = run_ranks(2, train)
-    are_same = [_same(left, right) for left, right in zip(first, second, strict=True)]
-    assert are_same == [False, True, True, True]
+    assert [*map(_same, *run_ranks(2, train))] == [False, True, True, True]
 
 
 @pytest.mark.parametrize("mode", ["single_auto_sync", "multi_auto_sync", "forced_sync"])

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from tests.helpers.threaded import ThreadedStrategy
 from tests.unit.gradient_sync.helpers import (
     FEATURES,
+    accumulate,
     alone,
     assert_close,
     batch,
@@ -19,19 +20,12 @@ from tests.unit.gradient_sync.helpers import (
 )
 
 
-def own_step(strategy: ThreadedStrategy, wrapped: nn.Module) -> list[Tensor | None]:
-    """Return the gradients after one batch on each rank."""
-    with strategy.gradient_sync_context(wrapped):
-        loss_of(wrapped, batch(strategy.global_rank, size=4)).backward()
-    return gradients(strategy.unwrap_module(wrapped))
-
-
 def test_batch_normalisation_uses_each_ranks_batch() -> None:
     """Without `sync_batchnorm` the gradients are the mean of those of the ranks' own batches."""
     model = nn.Sequential(nn.BatchNorm1d(FEATURES), net()).double()
     by_rank = [alone(model, [batch(rank, size=4)]) for rank in range(2)]
     means = [None if a is None or b is None else (a + b) / 2 for a, b in zip(*by_rank, strict=True)]
-    for result in on_ranks(2, own_step, model):
+    for result in on_ranks(2, lambda s, m: accumulate(s, m, (4,)), model):
         assert_close(result, means)
         with pytest.raises(AssertionError):
             assert_close(result, alone(model, [batch(rank, size=4) for rank in range(2)]), 1e-3)
@@ -58,14 +52,8 @@ def test_buffers_that_ddp_does_not_broadcast(is_shared: bool) -> None:
 
 def test_a_loss_that_is_a_sum() -> None:
     """Averaged over N ranks, gradients of sums are one N-th of one process's."""
-
-    def step(strategy: ThreadedStrategy, wrapped: nn.Module) -> list[Tensor | None]:
-        with strategy.gradient_sync_context(wrapped):
-            (loss_of(wrapped, batch(strategy.global_rank)) * 2).backward()  # a sum over two samples
-        return gradients(strategy.unwrap_module(wrapped))
-
     model = net()
     single = copy.deepcopy(model)
     (loss_of(single, torch.cat([batch(rank) for rank in range(2)])) * 4).backward()
-    for result in on_ranks(2, step, model):
+    for result in on_ranks(2, lambda s, m: accumulate(s, m, (2,), scale=2), model):  # of two samples
         assert_close([None if each is None else each * 2 for each in result], gradients(single))

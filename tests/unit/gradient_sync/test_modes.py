@@ -99,7 +99,7 @@ def test_a_static_graph_has_equal_windows(weighting: str | None, view: bool) -> 
         results = []
         for _ in range(3):
             wrapped.zero_grad()
-            results.append(accumulate(strategy, wrapped, (2, 1, 3), weighted=weighting is not None))
+            results.append(accumulate(strategy, wrapped, (2, 1, 3)))
         return results
 
     options: dict[str, Any] = {"gradient_weighting": weighting, "gradient_as_bucket_view": view}

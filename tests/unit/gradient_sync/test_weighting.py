@@ -1,7 +1,7 @@
 """Exact weighting: batches of different sizes on different ranks give the average of one process."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,34 +10,37 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     DistributedSampler,
-    SequentialSampler,
     TensorDataset,
     default_collate,
 )
 
 from rankwise.errors import ConfigurationError, InvalidArgumentError, ProcessGroupError, UnknownNameError
 from rankwise.strategies import DDPStrategy
-from tests.helpers.exactness import weights
 from tests.helpers.threaded import ThreadedStrategy, counted_reductions, run_ranks
 from tests.unit.gradient_sync.helpers import (
+    SIZES,
     Sums,
+    accumulate,
     alone,
     assert_close,
     assert_each,
     batch,
+    batches_of,
     fit_alone,
     fit_on_ranks,
-    gradients,
     loss_of,
     net,
     on_ranks,
+    stepped_alone,
 )
 from tests.unit.trainer.helpers import Stream
 
-SIZES = ((4, 1), (3, 2), (0, 5))  # of each rank's two microbatches
+
+def window(strategy: ThreadedStrategy, wrapped: nn.Module, scale: float = 1.0) -> list[Tensor | None]:
+    """Accumulate a window of two microbatches, each with its weight; return its gradients."""
+    return accumulate(strategy, wrapped, SIZES[strategy.global_rank], scale)
 
 
 @pytest.mark.parametrize("bucket_cap_mb", [25, 0.0001])
@@ -47,66 +50,27 @@ def test_logged_weights(mode: str, bucket_cap_mb: float) -> None:
 
     With many buckets too, of which the first alone carries the weight.
     """
-    model = net()
-    everything = [batch(rank, n, size) for rank in range(3) for n, size in enumerate(SIZES[rank]) if size]
-    expected = alone(model, everything)
     options: dict[str, Any] = {"sync_mode": mode, "bucket_cap_mb": bucket_cap_mb}
 
-    def window(strategy: ThreadedStrategy, wrapped: nn.Module) -> tuple[int, list[Tensor | None]]:
-        rank = strategy.global_rank
-        before = len(counted.get(rank, ()))
-        for number, size in enumerate(SIZES[rank]):
-            with strategy.gradient_sync_context(wrapped, is_final_microbatch=number == 1):
-                loss = loss_of(wrapped, batch(rank, number, max(1, size)))  # there is no mean of nothing
-                is_weighted = strategy.gradient_weighting is not None
-                (strategy.weighted_loss(loss, size) if is_weighted else loss).backward()
-        return len(counted.get(rank, ())) - before, gradients(strategy.unwrap_module(wrapped))
+    def count(strategy: ThreadedStrategy, wrapped: nn.Module) -> tuple[int, list[Tensor | None]]:
+        before = len(counted.get(strategy.global_rank, ()))
+        averaged = window(strategy, wrapped)
+        return len(counted[strategy.global_rank]) - before, averaged
 
     with counted_reductions() as counted:
-        weighted = on_ranks(3, window, model, gradient_weighting="logged", **options)
-        plain = on_ranks(3, window, model, **options)
+        weighted = on_ranks(3, count, net(), gradient_weighting="logged", **options)
+        plain = on_ranks(3, count, net(), **options)
     for (reductions, averaged), (as_many, _) in zip(weighted, plain, strict=True):
-        assert_close(averaged, expected)
+        assert_close(averaged, alone(net(), batches_of(SIZES)))
         assert reductions == as_many > 0
 
 
 def test_a_window_of_no_weight() -> None:
     """If every weight is 0, the gradients are zeros, not NaN."""
-
-    def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> float:
-        with strategy.gradient_sync_context(wrapped):
-            strategy.weighted_loss(loss_of(wrapped, batch(0)), 0).backward()
-        return float(sum(p.grad.abs().sum() for p in wrapped.parameters() if p.grad is not None))
-
+    zeros: list[Tensor | None] = [torch.zeros_like(parameter) for parameter in net().parameters()]
     for mode in ("single_auto_sync", "forced_sync"):
-        assert on_ranks(2, train, net(), gradient_weighting="logged", sync_mode=mode) == [0, 0]
-
-
-@pytest.mark.parametrize(
-    ("hook", "wrapper"),
-    [("fp16_compress", None), ("allreduce", "fp16"), ("bf16_compress", "bf16"), ("allreduce", None)],
-)
-def test_compressed_with_weights(hook: str, wrapper: str | None) -> None:
-    """Weights too large for 16 bits are sent in full precision, divided by a unit that follows them."""
-
-    def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> list[list[Tensor | None]]:
-        seen = []
-        for step in range(3):
-            wrapped.zero_grad()
-            size = (100_001, 300_003)[strategy.global_rank] * 10**step
-            with strategy.gradient_sync_context(wrapped):
-                strategy.weighted_loss(loss_of(wrapped, batch(strategy.global_rank, 0, 1)), size).backward()
-            seen.append(gradients(strategy.unwrap_module(wrapped)))
-        return seen
-
-    model = net()
-    shares = (100_001 / 400_004, 300_003 / 400_004)
-    torch.stack([loss_of(model, batch(r, 0, 1)) * share for r, share in enumerate(shares)]).sum().backward()
-    expected = [p.grad for p in model.parameters()]
-    options: dict[str, Any] = {"comm_hook": hook, "comm_wrapper": wrapper, "bucket_cap_mb": 0.0001}
-    for seen in on_ranks(2, train, net(), gradient_weighting="logged", **options):
-        for result in seen:
-            assert_close(result, expected, atol=2e-2 if "bf16" in (hook, str(wrapper)) else 5e-3)
+        options: dict[str, Any] = {"gradient_weighting": "logged", "sync_mode": mode}
+        assert_each(on_ranks(2, lambda s, m: accumulate(s, m, (0,)), net(), **options), zeros, 0)
 
 
 @pytest.mark.parametrize("hook", ["powersgd", "noop", "post_localsgd", lambda state, bucket: None])
@@ -122,21 +86,9 @@ def test_hooks_that_cannot_carry_weights(hook: Any) -> None:
 # ------------------------------------------------------------------------------------------- how they travel
 
 
-def weighted_window(
-    strategy: ThreadedStrategy, wrapped: nn.Module, scale: float = 1.0, sizes: Sequence[Sequence[int]] = SIZES
-) -> list[Tensor | None]:
-    """Accumulate a window with a weight for each microbatch; return its gradients."""
-    rank = strategy.global_rank
-    for number, size in enumerate(sizes[rank]):
-        with strategy.gradient_sync_context(wrapped, is_final_microbatch=number == 1):
-            loss = loss_of(wrapped, batch(rank, number, max(1, size)))
-            (strategy.weighted_loss(loss, size) * scale).backward()
-    return gradients(strategy.unwrap_module(wrapped))
-
-
-def expected_of(model: nn.Module, num_ranks: int = 2) -> list[Tensor | None]:
-    """Return what one process computes for the same window."""
-    return alone(model, [batch(r, n, size) for r in range(num_ranks) for n, size in enumerate(SIZES[r])])
+def expected() -> list[Tensor | None]:
+    """Return what one process computes for the window of two ranks."""
+    return alone(net(), batches_of(SIZES[:2]))
 
 
 @pytest.mark.parametrize(
@@ -146,12 +98,11 @@ def test_weights_with_what_ddp_can_do(options: dict[str, Any]) -> None:
     """Two windows, the second with DDP's rebuilt buckets, give the gradients of one process."""
 
     def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> list[Tensor | None]:
-        weighted_window(strategy, wrapped)
+        window(strategy, wrapped)
         wrapped.zero_grad()
-        return weighted_window(strategy, wrapped)
+        return window(strategy, wrapped)
 
-    model = net()
-    assert_each(on_ranks(2, train, model, gradient_weighting="logged", **options), expected_of(model))
+    assert_each(on_ranks(2, train, net(), gradient_weighting="logged", **options), expected())
 
 
 @pytest.mark.parametrize("is_own_wrapper", [False, True])
@@ -170,8 +121,7 @@ def test_weights_are_no_unused_parameter(is_own_wrapper: bool) -> None:
         def train(_: Any) -> int:
             wrapped: Any = strategy.setup_module(net())
             for _ in range(10):
-                result = weighted_window(strategy, wrapped)
-                assert_close(result, expected_of(net()))
+                assert_close(window(strategy, wrapped), expected())
                 wrapped.zero_grad()
             return int(wrapped._get_ddp_logging_data()["num_parameter_tensors"])
 
@@ -194,37 +144,32 @@ def test_a_static_graph_with_an_unused_parameter() -> None:
 
     def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> list[Tensor | None]:
         for _ in range(2):
-            weighted_window(strategy, wrapped)
+            window(strategy, wrapped)
             wrapped.zero_grad()
-        return weighted_window(strategy, wrapped)[:-2]
+        return window(strategy, wrapped)[:-2]
 
     model = Sparing(*net().children(), nn.Linear(1, 1).double())
     results = on_ranks(2, train, model, gradient_weighting="logged", static_graph=True)
-    assert_each(results, expected_of(net()))
+    assert_each(results, expected())
 
 
 def test_no_hook_is_needed_and_nothing_is_left() -> None:
     """DDP calls no hook, and the module has the same parameters as before."""
 
     def look(strategy: ThreadedStrategy, wrapped: Any) -> tuple[Any, ...]:
-        weighted_window(strategy, wrapped)
+        window(strategy, wrapped)
         module = strategy.unwrap_module(wrapped)
         return len(wrapped._comm_hooks), list(module.state_dict()), len(list(module.modules()))
 
     model = net()
-    expected = (0, list(model.state_dict()), len(list(model.modules())))
-    assert on_ranks(2, look, model, gradient_weighting="logged") == [expected] * 2
+    same = (0, list(model.state_dict()), len(list(model.modules())))
+    assert on_ranks(2, look, model, gradient_weighting="logged") == [same] * 2
 
 
 def test_a_scaled_loss() -> None:
     """A gradient scaler's factor is in the gradients, not in the weights."""
-    model = net()
-
-    def train(strategy: ThreadedStrategy, wrapped: nn.Module) -> list[Tensor | None]:
-        return weighted_window(strategy, wrapped, scale=1024.0)
-
-    for result in on_ranks(2, train, model, gradient_weighting="logged"):
-        assert_close([None if g is None else g / 1024 for g in result], expected_of(model))
+    for result in on_ranks(2, lambda s, m: window(s, m, 1024), net(), gradient_weighting="logged"):
+        assert_close([None if g is None else g / 1024 for g in result], expected())
 
 
 def test_parameters_of_16_bits_only() -> None:
@@ -251,12 +196,10 @@ def test_a_wrapper_around_a_copy() -> None:
 
     def run(rank: int) -> list[Tensor | None]:
         strategy = Copying(rank, 2, gradient_weighting="logged")
-        result: list[Tensor | None] = strategy.launch(
-            lambda s: weighted_window(strategy, strategy.setup_module(net()))
-        )
+        result: list[Tensor | None] = strategy.launch(lambda s: window(s, s.setup_module(net())))
         return result
 
-    assert_each(run_ranks(2, run), expected_of(net()))
+    assert_each(run_ranks(2, run), expected())
 
 
 @pytest.mark.parametrize(
@@ -316,16 +259,9 @@ def dataset(count: int) -> TensorDataset:
 
 def by_hand(count: int, world_size: int, batch_size: int, accumulate: int) -> Tensor:
     """Train one process on each global window, concatenated."""
-    model = Fit()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     [samples] = dataset(count).tensors
-    shares = [samples[rank::world_size] for rank in range(world_size)]
-    for start in range(0, max(map(len, shares)), batch_size * accumulate):
-        window = torch.cat([share[start : start + batch_size * accumulate] for share in shares])
-        optimizer.zero_grad()
-        loss_of(model.net, window).backward()
-        optimizer.step()
-    return weights(model)
+    parts = [samples[rank::world_size].split(batch_size * accumulate) for rank in range(world_size)]
+    return stepped_alone(Fit(), [torch.cat(windows) for windows in zip(*parts, strict=True)])
 
 
 def fitted(world_size: int, loader: Any, says: str = "", accumulate: int = 1, **options: Any) -> Tensor:
@@ -346,38 +282,14 @@ def test_a_short_last_batch(weighting: str, says: str, mode: str) -> None:
     assert not torch.allclose(fitted(2, loader, "", 2), by_hand(22, 2, 3, 2), rtol=0, atol=1e-6)
 
 
-class Sized(BatchSampler):
-    """Batches of given sizes, one after another."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        super().__init__(SequentialSampler(range(sum(sizes))), 1, False)
-        self.sizes = sizes
-
-    def __iter__(self) -> Any:
-        start = 0
-        for size in self.sizes:
-            yield list(range(start, start + size))
-            start += size
-
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-
 @pytest.mark.parametrize("weighting", ["samples", "logged"])
 def test_batches_of_all_sizes(weighting: str) -> None:
     """Whole batches of a user's own batch sampler: [4, 1], then [2, 5], then [3, 3]."""
-    sizes = [4, 1, 2, 5, 3, 3]
-    loader = DataLoader(dataset(18), batch_sampler=Sized(sizes))
+    indices: Any = [each.tolist() for each in torch.arange(18).split([4, 1, 2, 5, 3, 3])]
+    loader = DataLoader(dataset(18), batch_sampler=indices)
     mine = fitted(2, loader, "logs" if weighting == "logged" else "", gradient_weighting=weighting)
-    model = Fit()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    start = 0
-    for pair in zip(sizes[::2], sizes[1::2], strict=True):
-        optimizer.zero_grad()
-        loss_of(model.net, dataset(18).tensors[0][start : start + sum(pair)]).backward()
-        optimizer.step()
-        start += sum(pair)
-    torch.testing.assert_close(mine, weights(model), rtol=0, atol=1e-12)
+    expected = stepped_alone(Fit(), dataset(18).tensors[0].split([4 + 1, 2 + 5, 3 + 3]))
+    torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("weighting", "says"), [("samples", ""), ("logged", "logs")])

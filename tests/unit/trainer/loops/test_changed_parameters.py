@@ -213,43 +213,32 @@ def test_a_layer_that_ranks_train_apart(options: dict[str, Any], by_hand: bool) 
     assert "trainer.strategy.setup_module(module.layer) in on_fit_start" in text
 
 
-class WithProbe(Trained):
-    """Has the callback's layer from the start, so DDP waits for its gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.probe = nn.Linear(4, 1).double()
-
-
 @pytest.mark.parametrize("options", MODES[:2])
 def test_a_layer_that_ddp_waits_for(options: dict[str, Any]) -> None:
     """The error names the layer, and the hook that may add it, also where DDP looks for unused layers."""
-    words, modules, callback = r"'probe\.weight'", [WithProbe(), WithProbe()], Online(has_wrapper=True)
+    words, modules, callback = r"'probe\.weight'", [Trained(), Trained()], Online(has_wrapper=True)
+    for module in modules:
+        module.probe = nn.Linear(4, 1).double()  # from the start, so DDP waits for its gradients
     text = refused_on_ranks(UnusedParametersError, words, modules, data(24, 2), options, callbacks=callback)
     assert "is added to the module in on_fit_start" in text
 
 
-def copy_layer(trainer: Any, module: Any) -> None:
-    """Keep a copy of a layer in the module, in a hook after it was wrapped."""
-    module.teacher = copy.deepcopy(module.last)
+class Averaging(Callback):
+    """Averages the weights of a layer into a copy, which the module has from a hook after it was wrapped."""
 
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        module.teacher = copy.deepcopy(module.last)
 
-@torch.no_grad()
-def average_into_copy(trainer: Any, module: Any, *arguments: Any) -> None:
-    """Average the layer's weights into the copy."""
-    for own, trained in zip(module.teacher.parameters(), module.last.parameters(), strict=True):
-        own.lerp_(trained, 0.5)
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Any, module: Any, *arguments: Any) -> None:
+        for own, trained in zip(module.teacher.parameters(), module.last.parameters(), strict=True):
+            own.lerp_(trained, 0.5)
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_weighting": "logged"}])
 def test_a_layer_that_nothing_trains(options: dict[str, Any]) -> None:
     """A copy of a layer is not waited for, though it could be trained."""
-    check(
-        Trained,
-        LambdaCallback(on_fit_start=copy_layer, on_train_batch_end=average_into_copy),
-        options,
-        **EVEN,
-    )
+    check(Trained, Averaging(), options, **EVEN)
 
 
 class Centered(Sums):

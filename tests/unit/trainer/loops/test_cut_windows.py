@@ -8,6 +8,7 @@ import torch
 
 from rankwise.callbacks import Callback, LambdaCallback
 from rankwise.trainer import Trainer
+from tests.helpers.exactness import weights
 from tests.unit.trainer.helpers import Line, loader, trainer
 
 
@@ -30,8 +31,8 @@ def train(folder: Path, *callbacks: Callback, **options: Any) -> Trainer:
 def weights_after(train: Trainer, model: Line, path: Path | None = None) -> list[float]:
     """Train on seven batches; return the weights."""
     train.fit(model, loader(14), ckpt_path=path)
-    weights: list[float] = torch.cat([parameter.flatten() for parameter in model.parameters()]).tolist()
-    return weights
+    found: list[float] = weights(model).tolist()
+    return found
 
 
 @pytest.mark.parametrize("batch_idx", [0, 1, 3, 4])
@@ -71,4 +72,4 @@ def test_going_on_with_longer_windows(tmp_path: Path) -> None:
     expected.zero_grad()
     expected.loss(list(third)).backward()
     torch.optim.SGD(expected.parameters(), lr=0.1).step()
-    assert resumed == [*expected.layer.weight.flatten().tolist(), expected.layer.bias.item()]
+    assert resumed == weights(expected).tolist()

@@ -97,8 +97,12 @@ def test_hooks(tmp_path: Path) -> None:
     assert seen == ["backward", "done", "step"] * 2
 
 
-def test_toggling(tmp_path: Path) -> None:
-    """A toggled optimizer's parameters alone require gradients; what did not before, does not after."""
+@pytest.mark.parametrize("plugins", [[], [MasterWeightsPrecision("bf16-master")]])
+def test_toggling(tmp_path: Path, plugins: list[Any]) -> None:
+    """A toggled optimizer's parameters alone require gradients; what did not before, does not after.
+
+    Where the optimizer updates copies, the module's own parameters are toggled.
+    """
     seen = []
 
     class Toggling(Duel):
@@ -117,34 +121,18 @@ def test_toggling(tmp_path: Path) -> None:
             seen.append(self.required())
             self.untoggle_optimizer(second)
             seen.append(self.required())
-            with first.toggled():
-                seen.append(self.required())
+            for toggled in (first.toggled(), self.toggled_optimizer(first)):
+                with toggled:
+                    seen.append(self.required())
             seen.append(self.required())
             first.step()
             self.other.weight.requires_grad_(False)
             self.untoggle_optimizer(first)  # which is not toggled any more
             seen.append(self.required())
 
-    trainer(tmp_path, max_steps=1).fit(Toggling(), loader())
+    trainer(tmp_path, max_steps=1, plugins=plugins).fit(Toggling(), loader())
     first, second, both = [True, True, False, False], [False, False, True, False], [True, True, True, False]
-    assert seen == [first, second, both, first, both, first]
-
-
-def test_toggling_with_master_weights(tmp_path: Path) -> None:
-    """Where the optimizer updates copies, the module's own parameters are toggled."""
-    seen = []
-
-    class Toggling(Duel):
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            first, _ = self.optimizers()
-            for toggled in (first.toggled(), self.toggled_optimizer(first)):
-                with toggled:
-                    seen.append([parameter.requires_grad for parameter in self.parameters()])
-            seen.append([parameter.requires_grad for parameter in self.parameters()])
-            first.step()
-
-    trainer(tmp_path, max_steps=1, plugins=[MasterWeightsPrecision("bf16-master")]).fit(Toggling(), loader())
-    assert seen == [*[[True, True, False, False]] * 2, [True, True, True, True]]
+    assert seen == [first, second, both, first, first, both, first]
 
 
 def test_backward_options(tmp_path: Path) -> None:

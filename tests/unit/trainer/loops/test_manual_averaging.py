@@ -1,6 +1,8 @@
 """How manual optimisation averages gradients on several ranks, here threads: weighted, and through hooks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,32 +23,21 @@ SHADOWED = Case(3, 7, 1, 1, uneven_inputs="join", optimizer="adam")
 
 
 class Manual(Model):
-    """Takes its steps itself, in as many backward passes as there are parts."""
+    """Takes its steps itself, in as many backward passes as there are parts, with weights as in the case."""
 
-    parts: tuple[float, ...] = (1.0,)
-    toggles = False
-
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, *, parts: Sequence[float] = (1.0,), weight: int | None = None) -> None:
         super().__init__(case)
         self.automatic_optimization = False
+        self.parts, self.weight = parts, weight
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]  # steps by itself
         optimizer = self.optimizers()
         optimizer.zero_grad()
         for part in self.parts:
-            self.manual_backward(self.loss(batch[0]) * part, **self.weight_of(batch[0]))
+            weight = len(batch[0]) if self.case.weighting == "logged" else self.weight
+            self.manual_backward(self.loss(batch[0]) * part, weight=weight)
         self.trainer.strategy.precision.clip_gradients_norm(optimizer.optimizer, 1e9)
         optimizer.step()
-
-    def weight_of(self, samples: Tensor) -> dict[str, Any]:
-        """Return what `manual_backward` is told."""
-        return {"weight": len(samples)} if self.case.weighting == "logged" else {}
-
-
-class InParts(Manual):
-    """Adds a second backward pass to the averaged gradients of the first."""
-
-    parts = (0.25, 0.75)
 
 
 def train(case: Case, kind: Callable[[Case], Model], **options: Any) -> list[Tensor]:
@@ -55,13 +46,13 @@ def train(case: Case, kind: Callable[[Case], Model], **options: Any) -> list[Ten
     return fit_on_ranks(modules, loader(case), {**case.strategy_options, **options}, **case.trainer_options)
 
 
-@pytest.mark.parametrize("kind", [Manual, InParts])
+@pytest.mark.parametrize("parts", [(1.0,), (0.25, 0.75)])
 @pytest.mark.parametrize("weighting", ["samples", "logged"])
 @pytest.mark.parametrize("case", [UNEVEN, SHADOWED])
-def test_weights(case: Case, weighting: str, kind: type[Manual]) -> None:
+def test_weights(case: Case, weighting: str, parts: tuple[float, ...]) -> None:
     """Batches of other sizes and numbers on each rank, in one backward pass or two: one process's weights."""
-    case = Case(**{**vars(case), "weighting": weighting})
-    assert_each(train(case, kind), expected_weights(case))
+    case = replace(case, weighting=weighting)
+    assert_each(train(case, partial(Manual, parts=parts)), expected_weights(case))
 
 
 def test_one_process_alone() -> None:
@@ -75,38 +66,24 @@ class Blocked(Manual):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]  # steps by itself
         with self.no_backward_sync():
-            self.manual_backward(self.loss(batch[0]), **self.weight_of(batch[0]))
+            super().training_step(batch, batch_idx)
 
 
-class Unweighted(Manual):
-    """Says no weight."""
-
-    def weight_of(self, samples: Tensor) -> dict[str, Any]:
-        return {}
-
-
-class Unasked(Manual):
-    """Says a weight that nobody wants."""
-
-    def weight_of(self, samples: Tensor) -> dict[str, Any]:
-        return {"weight": 1}
+EVEN = Case(2, 8, 2, 1)
 
 
 @pytest.mark.parametrize(
     ("weighting", "kind", "words"),
     [
         ("logged", Blocked, "is blocked"),
-        ("logged", Unweighted, "has no weight"),
-        ("samples", Unasked, "not weighted by it"),
+        ("logged", lambda case: Manual(replace(case, weighting=None)), "has no weight"),
+        ("samples", partial(Manual, weight=1), "not weighted by it"),
     ],
 )
-def test_weights_that_cannot_be(weighting: str, kind: type[Manual], words: str) -> None:
+def test_weights_that_cannot_be(weighting: str, kind: Callable[[Case], Model], words: str) -> None:
     """A weight that is missing, one that would be averaged with none, and one that nobody asked for."""
     with pytest.raises(ConfigurationError, match=words):
-        train(Case(2, 8, 2, 1, weighting=weighting), kind)
-
-
-EVEN = Case(2, 8, 2, 1)
+        train(replace(EVEN, weighting=weighting), kind)
 
 
 def test_a_hook_of_ones_own_gets_buckets() -> None:

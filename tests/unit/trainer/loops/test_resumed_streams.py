@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
 
 from rankwise.errors import ConfigurationError, UnevenInputsError
 from tests.unit.gradient_sync.helpers import fit_on_ranks, refused_on_ranks
-from tests.unit.trainer.helpers import Line, loader, samples, saved
+from tests.unit.trainer.helpers import Line, Stream, loader, samples, saved
 
 
 def test_join_where_nothing_is_left_for_a_rank(tmp_path: Path) -> None:
@@ -42,18 +41,14 @@ def test_join_where_a_rank_has_no_batch_at_all(tmp_path: Path) -> None:
     refused_on_ranks(UnevenInputsError, "global_rank=2: 0", modules, data, **options)
 
 
-class Stream(IterableDataset[Any]):
-    """Eight samples without indices, of which each rank takes every n-th."""
+class Split(Stream):
+    """Samples without indices, of which each rank takes every n-th."""
 
-    def __init__(self, num_shards: int = 1, index: int = 0) -> None:
-        self.part = num_shards, index
+    def shard(self, num_shards: int, index: int) -> Split:
+        return Split(self.items[index::num_shards])
 
-    def shard(self, num_shards: int, index: int) -> Stream:
-        return Stream(num_shards, index)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        number, index = self.part
-        return iter([samples()[place] for place in range(index, 8, number)])
+STREAM = DataLoader(Split(samples()), batch_size=1)
 
 
 @pytest.mark.parametrize("policy", ["error", "truncate", "join"])
@@ -61,7 +56,7 @@ class Stream(IterableDataset[Any]):
 def test_data_without_indices_on_another_number_of_ranks(tmp_path: Path, kind: str, policy: str) -> None:
     """Refused on all ranks: nothing tells which samples other ranks have seen."""
     data: Any = {
-        "stream": DataLoader(Stream(), batch_size=1),
+        "stream": STREAM,
         "list": list(loader(batch_size=1)),
         "own sampler": lambda rank: loader(
             batch_size=1, sampler=DistributedSampler(samples(), 2, rank, shuffle=False)
@@ -76,7 +71,7 @@ def test_data_without_indices_on_another_number_of_ranks(tmp_path: Path, kind: s
 
 def test_data_without_indices_between_epochs(tmp_path: Path) -> None:
     """At the end of an epoch another number of ranks may go on."""
-    path = saved(tmp_path, None, DataLoader(Stream(), batch_size=1), max_epochs=2, max_steps=8)
+    path = saved(tmp_path, None, STREAM, max_epochs=2, max_steps=8)
     modules = [Line(), Line()]
-    fit_on_ranks(modules, DataLoader(Stream(), batch_size=1), ckpt_path=path, max_epochs=2)
+    fit_on_ranks(modules, STREAM, ckpt_path=path, max_epochs=2)
     assert [module.global_step for module in modules] == [12, 12]

@@ -16,6 +16,7 @@ from rankwise.environments import LocalEnvironment, SlurmEnvironment
 from rankwise.errors import ConfigurationError
 from rankwise.processes.signals import DEBOUNCE_S, INTERRUPT_NOTICE
 from rankwise.trainer import Trainer
+from tests.helpers.own_process import signal_handled
 from tests.unit.environments.variables import step
 from tests.unit.trainer.helpers import Line, SlowIO, loader, saved, trainer
 
@@ -51,18 +52,17 @@ class Signalled(Line):
         return super().training_step(batch, batch_idx)
 
 
-def stopped(model: Line, train: Trainer, **options: Any) -> int:
-    """Fit, and return the exit code with which that ends."""
+def stopped(model: Line, train: Trainer) -> None:
+    """Fit until SIGTERM ends that, with its exit code."""
     with pytest.raises(SystemExit) as caught:
-        train.fit(model, loader(), **options)
-    assert isinstance(caught.value.code, int)
-    return caught.value.code
+        train.fit(model, loader())
+    assert caught.value.code == 143
 
 
 def test_sigterm_stops_at_the_step(tmp_path: Path) -> None:
     """The step is finished, a checkpoint is written that "last" finds, the handlers are restored."""
     before = signal.getsignal(signal.SIGTERM)
-    assert stopped(Signalled(signal.SIGTERM), trainer(tmp_path)) == 143
+    stopped(Signalled(signal.SIGTERM), trainer(tmp_path))
     assert signal.getsignal(signal.SIGTERM) is before
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 2
     model = Line()
@@ -70,18 +70,19 @@ def test_sigterm_stops_at_the_step(tmp_path: Path) -> None:
     assert model.seen == ["train 2", "train 3"]
 
 
-def test_the_second_one_ends_at_once(tmp_path: Path) -> None:
-    """A second signal after the debounce time ends the process without a checkpoint."""
-    model = Signalled(signal.SIGTERM, signal.SIGTERM, pause_s=DEBOUNCE_S + 0.1)
-    assert stopped(model, trainer(tmp_path)) == 143
+@pytest.mark.parametrize(("number", "pause_s"), [(signal.SIGTERM, DEBOUNCE_S + 0.1), (signal.SIGINT, 0.0)])
+def test_the_second_one_ends_at_once(tmp_path: Path, number: int, pause_s: float) -> None:
+    """A second signal ends it without a checkpoint: SIGTERM after the debounce time, Ctrl-C at any."""
+    model = Signalled(number, number, pause_s=pause_s)
+    (stopped if number == signal.SIGTERM else interrupted)(model, trainer(tmp_path))
     assert model.seen == ["train 0"]
-    assert not (tmp_path / "last.ckpt").exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_echo_is_no_second_one(tmp_path: Path) -> None:
     """A signal that comes twice at once, to a whole cgroup and from an agent, is one request."""
     model = Signalled(signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM)
-    assert stopped(model, trainer(tmp_path, plugins=[Queue()])) == 143
+    stopped(model, trainer(tmp_path, plugins=[Queue()]))
     assert (tmp_path / "last.ckpt").exists()
 
 
@@ -92,20 +93,17 @@ def test_an_own_handler_is_called_too(tmp_path: Path) -> None:
     def own(signum: int, frame: object) -> None:
         heard.append(signum)
 
-    before = signal.signal(signal.SIGTERM, own)
-    try:
+    with signal_handled(signal.SIGTERM, own):
         stopped(Signalled(signal.SIGTERM), trainer(tmp_path))
         assert heard == [signal.SIGTERM]
         assert signal.getsignal(signal.SIGTERM) is own
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def test_requeue(tmp_path: Path) -> None:
     """The scheduler's signal stops training like SIGTERM, and the job goes back into the queue."""
     saving = ModelCheckpoint(dirpath=tmp_path / "kept")
     train = trainer(tmp_path, plugins=[Queue()], callbacks=[saving])
-    assert stopped(Signalled(signal.SIGUSR1), train) == 143
+    stopped(Signalled(signal.SIGUSR1), train)
     assert Queue.requeued == 1
     assert (tmp_path / "kept" / "last.ckpt").exists()
 
@@ -120,7 +118,7 @@ def test_a_requeued_job_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """`fit` continues by itself, but not another step, from another `ckpt_path`, or if it is switched off."""
     monkeypatch.setenv("PATH", str(tmp_path))  # no scontrol
     with pytest.warns(UserWarning, match="scontrol requeue 1042 failed"):
-        assert stopped(Signalled(signal.SIGUSR1), trainer(tmp_path, plugins=[step_of_slurm(0)])) == 143
+        stopped(Signalled(signal.SIGUSR1), trainer(tmp_path, plugins=[step_of_slurm(0)]))
 
     def batches(environment: SlurmEnvironment, **options: Any) -> list[str]:
         model = Line()
@@ -149,13 +147,13 @@ def test_a_job_is_requeued_once_its_checkpoint_is_there(tmp_path: Path) -> None:
     queue = Queue()
     queue.checkpoint = tmp_path / "last.ckpt"
     train = trainer(tmp_path, plugins=[queue, AsyncCheckpointIO(SlowIO())])
-    assert stopped(Signalled(signal.SIGUSR1), train) == 143
+    stopped(Signalled(signal.SIGUSR1), train)
     assert queue.had_checkpoint
 
 
 def test_nothing_is_saved_in_a_fast_dev_run(tmp_path: Path) -> None:
     """A trial run leaves no files, stopped or not."""
-    assert stopped(Signalled(signal.SIGTERM), trainer(tmp_path, fast_dev_run=4)) == 143
+    stopped(Signalled(signal.SIGTERM), trainer(tmp_path, fast_dev_run=4))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -163,7 +161,7 @@ def test_sigterm_is_known_afterwards(tmp_path: Path) -> None:
     """The Trainer says how the stage ended, to hooks too, until the next stage."""
     noted = Noted()
     train = trainer(tmp_path, callbacks=noted)
-    assert stopped(Signalled(signal.SIGTERM), train) == 143
+    stopped(Signalled(signal.SIGTERM), train)
     assert (train.received_sigterm, train.interrupted, train.state.status) == (True, True, "interrupted")
     assert noted.seen == [("SystemExit", True, "interrupted")]
     train.validate(Line(), loader())
@@ -184,10 +182,10 @@ class Noted(Callback):
         self.seen.append((type(exception).__name__, trainer.received_sigterm, str(trainer.state.status)))
 
 
-def interrupted(model: Line, train: Trainer) -> None:
+def interrupted(model: Line, train: Trainer, *val_dataloaders: Any) -> None:
     """Fit until Ctrl-C ends that; the exception is exactly the one of which shells know."""
     with pytest.raises(KeyboardInterrupt) as caught:
-        train.fit(model, loader())
+        train.fit(model, loader(), *val_dataloaders)
     assert caught.type is KeyboardInterrupt
 
 
@@ -207,14 +205,6 @@ def test_ctrl_c_stops_at_the_step(tmp_path: Path, capsys: pytest.CaptureFixture[
     trainer(tmp_path / "whole").fit(whole, loader())
     assert model.seen == whole.seen
     assert torch.equal(model.layer.weight, whole.layer.weight)
-
-
-def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
-    """However soon it comes: there is no checkpoint then."""
-    model = Signalled(signal.SIGINT, signal.SIGINT)
-    interrupted(model, trainer(tmp_path))
-    assert model.seen == ["train 0"]
-    assert list(tmp_path.iterdir()) == []
 
 
 class External(LocalEnvironment):  # type: ignore[misc]  # one that differs from the real one in this alone
@@ -240,8 +230,7 @@ def test_ctrl_c_within_a_validation(tmp_path: Path) -> None:
                 os.kill(os.getpid(), signal.SIGINT)
 
     train, model = trainer(tmp_path), Validating()
-    with pytest.raises(KeyboardInterrupt):
-        train.fit(model, loader(), loader(6))
+    interrupted(model, train, loader(6))
     assert model.seen[-2:] == ["validate 0", "validate 1"]
     train.fit(model, loader(), loader(6))
     assert model.seen[6:] == ["validate 0", "validate 1", "validate 2"]
@@ -250,12 +239,9 @@ def test_ctrl_c_within_a_validation(tmp_path: Path) -> None:
 def test_a_handler_of_ones_own_for_ctrl_c(tmp_path: Path) -> None:
     """It decides: training goes on."""
     heard: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda signum, frame: heard.append(signum))
-    try:
-        model = Signalled(signal.SIGINT)
+    model = Signalled(signal.SIGINT)
+    with signal_handled(signal.SIGINT, lambda signum, frame: heard.append(signum)):
         trainer(tmp_path).fit(model, loader())
-    finally:
-        signal.signal(signal.SIGINT, before)
     assert heard == [signal.SIGINT]
     assert len(model.seen) == 4
 

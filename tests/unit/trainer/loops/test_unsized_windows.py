@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.helpers.exactness import weights
-from tests.unit.gradient_sync.helpers import Sums, assert_each, batch, fit_on_ranks, loss_of
+from tests.unit.gradient_sync.helpers import Sums, assert_each, batch, fit_on_ranks, stepped_alone
 from tests.unit.trainer.helpers import Stream
 
 MODES: tuple[dict[str, Any], ...] = (
@@ -25,7 +24,7 @@ class Fit(Sums):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.trainer.strategy.gradient_weighting == "logged":
             self.log_weight(1)
-        return loss_of(self.net, batch)
+        return self.loss([batch])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -46,15 +45,12 @@ def fitted(counts: tuple[int, ...], accumulate: int, policy: str, **options: Any
 
 def by_hand(counts: tuple[int, ...], accumulate: int) -> Tensor:
     """Train one process on all batches of each window at once."""
-    model = Fit()
-    optimizer = model.configure_optimizers()
-    for first in [*range(0, max(counts), accumulate)] * 2:
+    windows = []
+    for first in range(0, max(counts), accumulate):
         ends = [min(count, first + accumulate) for count in counts]
         window = [batch(rank, number) for rank, end in enumerate(ends) for number in range(first, end)]
-        optimizer.zero_grad()
-        loss_of(model.net, torch.cat(window)).backward()
-        optimizer.step()
-    return weights(model)
+        windows.append(torch.cat(window))
+    return stepped_alone(Fit(), windows * 2)
 
 
 @pytest.mark.parametrize("options", MODES)
