@@ -16,11 +16,11 @@ from rankwise.strategies import DDPStrategy
 all_reduce_by_its_own_name = dist.all_reduce
 
 
-def error_text(call: Callable[[], Any]) -> str:
-    """Return the text of the mismatch that a call ends in."""
+def error_text(call: Callable[[], Any], kind: type[Exception] = CollectiveMismatchError) -> str:
+    """Return the text of the error that a call ends in."""
     try:
         call()
-    except CollectiveMismatchError as error:
+    except kind as error:
         return str(error)
     return "no error"
 
@@ -126,28 +126,20 @@ def come_late(strategy: DDPStrategy) -> None:
 def in_sections(strategy: DDPStrategy) -> dict[str, str]:
     """Call collectives that the other rank never calls; return this rank's error texts."""
     found: dict[str, str] = {}
-
-    def attempt(name: str, call: Callable[[], Any]) -> None:
-        try:
-            call()
-        except LifecycleError as error:
-            found[name] = str(error)
-
     x = torch.ones(2)
 
-    @rank_zero_only
-    def only_here() -> None:
-        attempt("torch's in a function", lambda: dist.all_reduce(x))
+    def attempt(name: str, call: Callable[[], Any]) -> None:
+        if strategy.is_global_zero:
+            found[name] = error_text(call, LifecycleError)
 
     if strategy.check_collectives:
-        only_here()
+        rank_zero_only(attempt)("torch's in a function", lambda: dist.all_reduce(x))
     with strategy.rank_zero_first():
-        if strategy.is_global_zero:
-            attempt("ours in a block", strategy.barrier)
-            attempt("torch's in a block", lambda: dist.all_reduce(x))
+        attempt("ours in a block", strategy.barrier)
+        attempt("torch's in a block", lambda: dist.all_reduce(x))
     alone = [dist.new_group([rank]) for rank in range(2)][strategy.global_rank]
     with strategy.rank_zero_first(local=True):
-        attempt("ours in a node's block", strategy.barrier) if strategy.is_global_zero else None
+        attempt("ours in a node's block", strategy.barrier)
         strategy.all_reduce(x, group=alone)
     strategy.barrier()
     return found

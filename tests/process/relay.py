@@ -20,12 +20,9 @@ _FLOAT_BYTES = 4
 
 def listener() -> socket.socket:
     """Return a socket at a port to which both ranks of a pair connect."""
-    listening = socket.socket()
     for port in range(_FIRST_PORT, 30_000):
         with suppress(OSError):
-            listening.bind(("127.0.0.1", port))
-            listening.listen()
-            return listening
+            return socket.create_server(("127.0.0.1", port))
     raise OSError("no port is free")
 
 

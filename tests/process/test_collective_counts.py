@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from rankwise.process_group import gather_all_tensors
 from rankwise.strategies import DDPStrategy
@@ -99,16 +98,13 @@ class Silent(Regression):
         del self.reductions
         self.found: list[int] = []
 
-    @override
     def on_train_start(self) -> None:
         self.count = Count()
 
-    @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss: Tensor = nn.functional.mse_loss(self(batch[0]), batch[1])
         return loss
 
-    @override
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.global_rank == 1 and self.trainer.global_step == self.STOPS_AT:
             self.trainer.should_stop = True
@@ -118,7 +114,6 @@ class Silent(Regression):
 class Telling(Silent):
     """Logs several values of each step that are reduced over the ranks."""
 
-    @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.log_dict({"loss": loss, "half": loss / 2}, sync_dist=True)

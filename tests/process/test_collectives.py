@@ -1,6 +1,7 @@
 """Distributed utilities on three processes: one test for each row of that section of the features."""
 
 import array
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ on_three = pytest.mark.distributed(world_size=WORLD)
 
 @on_three
 def test_all_reduce(rank_strategy: DDPStrategy) -> None:
-    """Every operation works, in upper and lower case, also in containers, and does not change its input."""
+    """Every operation works, by its name or as torch's, also in containers, and does not change its input."""
     value = torch.tensor([rank_strategy.global_rank + 1.0, 2.0])
     expected = {"sum": [6.0, 6.0], "Mean": [2.0, 2.0], "AVG": [2.0, 2.0]}
     expected |= {"min": [1.0, 2.0], "MAX": [3.0, 2.0], "product": [6.0, 8.0]}
@@ -66,19 +67,11 @@ def test_all_reduce(rank_strategy: DDPStrategy) -> None:
     strided = all_reduce(torch.arange(6.0).reshape(2, 3).t(), None, "sum")
     assert strided.tolist() == [[0.0, 9.0], [3.0, 12.0], [6.0, 15.0]]
     assert all_reduce("text") == "text"
-
-
-@on_three
-def test_all_reduce_of_integers(rank_strategy: DDPStrategy) -> None:
-    """The mean of integers is a float, of their exact sum; booleans are counted, or stay booleans."""
-    whole = all_reduce(torch.tensor(rank_strategy.global_rank, dtype=torch.uint8) + 254 // WORLD)
-    assert whole.item() == pytest.approx(254 // WORLD + 1)
-    assert whole.dtype == torch.float32
-    flag = torch.tensor(rank_strategy.is_global_zero)
-    total, mean, least, most = (all_reduce(flag, None, name) for name in ("sum", "mean", "min", "max"))
-    assert (total.item(), total.dtype) == (1, torch.int64)
-    assert mean.item() == pytest.approx(1 / 3)
-    assert (least.item(), most.item(), least.dtype) == (False, True, torch.bool)
+    operations = (None, "mean", dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp(dist.ReduceOp.PRODUCT))
+    found = [rank_strategy.all_reduce(value[0], reduce_op=operation).item() for operation in operations]
+    assert found == [6.0, 2.0, 2.0, 3.0, 6.0]
+    with pytest.raises(ValueError, match=r"Unknown reduce_op.*BAND"):
+        rank_strategy.all_reduce(1, reduce_op=dist.ReduceOp.BAND)
 
 
 @on_three
@@ -101,7 +94,10 @@ ODD_DTYPES = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float
 
 @on_three
 def test_reductions_are_exact(rank_strategy: DDPStrategy) -> None:
-    """16-bit floats are reduced in 32 bits and integers in 64: no part of a sum overflows."""
+    """16-bit floats are reduced in 32 bits and integers in 64: no part of a sum overflows.
+
+    The mean of integers is a float; booleans are counted, or stay booleans.
+    """
     rank = rank_strategy.global_rank
 
     def reduced(values: tuple[float, ...], dtype: torch.dtype, name: str) -> tuple[Any, torch.dtype]:
@@ -118,6 +114,12 @@ def test_reductions_are_exact(rank_strategy: DDPStrategy) -> None:
     for dtype in ODD_DTYPES:
         found = all_reduce(torch.tensor(rank).to(dtype), None, "max")
         assert (found.double().item(), found.dtype) == (2.0, dtype)
+    assert reduced((84, 85, 86), torch.uint8, "mean") == (pytest.approx(85), torch.float32)
+    flags = (True, False, False)
+    assert reduced(flags, torch.bool, "sum") == (1, torch.int64)
+    assert reduced(flags, torch.bool, "mean")[0] == pytest.approx(1 / 3)
+    assert reduced(flags, torch.bool, "min") == (False, torch.bool)
+    assert reduced(flags, torch.bool, "max")[0] is True
 
 
 @on_three
@@ -130,17 +132,6 @@ def test_reducing_numbers(rank_strategy: DDPStrategy) -> None:
     assert isinstance(total["b"][1], np.ndarray)
     assert total["b"][1].tolist() == [3.0, 3.0]
     assert (sync_ddp(3.0), all_reduce(3), all_reduce(rank == 0, None, "min")) == (9.0, 3.0, False)
-
-
-@on_three
-def test_torchs_operations(rank_strategy: DDPStrategy) -> None:
-    """Torch's operations are names too, and None is the sum; one without a name is refused."""
-    own = torch.tensor(rank_strategy.global_rank + 1.0)
-    operations = (None, "mean", dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp(dist.ReduceOp.PRODUCT))
-    found = [rank_strategy.all_reduce(own, reduce_op=operation).item() for operation in operations]
-    assert found == [6.0, 2.0, 2.0, 3.0, 6.0]
-    with pytest.raises(ValueError, match=r"Unknown reduce_op.*BAND"):
-        rank_strategy.all_reduce(1, reduce_op=dist.ReduceOp.BAND)
 
 
 @dataclass(frozen=True)
@@ -216,19 +207,6 @@ def test_gathering_numbers_and_arrays(rank_strategy: DDPStrategy) -> None:
     assert found["d"].tolist() == [[[0], [0]], [[1], [1]], [[2], [2]]]
 
 
-@on_three
-def test_higher_derivatives_of_gathered_values(rank_strategy: DDPStrategy) -> None:
-    """Gathered values have all derivatives, as in one process."""
-    number = rank_strategy.global_rank + 1.0
-    x = torch.tensor(number, dtype=torch.float64, requires_grad=True)
-    value = (AllGatherGrad.apply(x * x) ** 2).sum()  # type: ignore[no-untyped-call]  # torch does not type it
-    found = []
-    for _ in range(3):
-        (value,) = torch.autograd.grad(value, x, create_graph=True)  # summed over the ranks' values
-        found.append(value.item() / WORLD)
-    assert found == pytest.approx([4 * number**3, 12 * number**2, 24 * number], rel=1e-12)
-
-
 def loss_of(everything: Tensor, rank: int) -> Tensor:
     """Return a rank's loss, in which every slice has another part."""
     coefficients = torch.linspace(-1, 1, everything.numel(), dtype=torch.float64).reshape(everything.shape)
@@ -237,7 +215,7 @@ def loss_of(everything: Tensor, rank: int) -> Tensor:
 
 @on_three
 def test_all_gather_with_gradients(rank_strategy: DDPStrategy) -> None:
-    """Gradients through a gather, summed over the ranks, are those of one process that has all the data."""
+    """Gradients through a gather, summed over the ranks, are one process's, and so are higher derivatives."""
     rank, generator = rank_strategy.global_rank, torch.Generator().manual_seed(5)
     weights = torch.randn(4, 3, dtype=torch.float64, generator=generator, requires_grad=True)
     inputs = torch.randn(WORLD, 2, 4, dtype=torch.float64, generator=generator)
@@ -246,6 +224,14 @@ def test_all_gather_with_gradients(rank_strategy: DDPStrategy) -> None:
     [expected] = torch.autograd.grad(total, weights)
     [found] = torch.autograd.grad(loss_of(all_gather(inputs[rank] @ weights, sync_grads=True), rank), weights)
     torch.testing.assert_close(all_reduce(found, None, "sum"), expected, rtol=0, atol=1e-12)
+    number = rank + 1.0
+    x = torch.tensor(number, dtype=torch.float64, requires_grad=True)
+    value = (AllGatherGrad.apply(x * x) ** 2).sum()  # type: ignore[no-untyped-call]  # torch does not type it
+    derivatives = []
+    for _ in range(3):
+        (value,) = torch.autograd.grad(value, x, create_graph=True)  # summed over the ranks' values
+        derivatives.append(value.item() / WORLD)
+    assert derivatives == pytest.approx([4 * number**3, 12 * number**2, 24 * number], rel=1e-12)
 
 
 LARGE = 3000  # float32: more bytes than travel with the description
@@ -267,16 +253,15 @@ def tensor_of(rank: int, kind: str, dtype: torch.dtype) -> Tensor:
     return tensor.t() if tensor.ndim == 2 else tensor
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @on_three
-def test_gather_all_tensors(kind: str, rank_strategy: DDPStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gather_all_tensors(rank_strategy: DDPStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank's tensor arrives unchanged, whatever its size, dtype and strides; without gloo, too."""
-    for backend in (dist.Backend("gloo"), dist.Backend("mpi")):
+    backends = [dist.Backend("gloo"), dist.Backend("mpi")]
+    for backend, kind, dtype in itertools.product(backends, KINDS, DTYPES):
         monkeypatch.setattr(dist, "get_backend", lambda group=None, name=backend: name)
-        for dtype in DTYPES:
-            found = gather_all_tensors(tensor_of(rank_strategy.global_rank, kind, dtype))
-            expected = [tensor_of(rank, kind, dtype) for rank in range(WORLD)]
-            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        found = gather_all_tensors(tensor_of(rank_strategy.global_rank, kind, dtype))
+        expected = [tensor_of(rank, kind, dtype) for rank in range(WORLD)]
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @on_three
@@ -391,19 +376,15 @@ def fail_first(strategy: DDPStrategy, name: str = "disk full") -> None:
             raise OSError(name)
 
 
-@pytest.mark.parametrize(
-    ("name", "sent"), [("disk full", "disk full"), ("no data-\udcff.bin", r"no data-\udcff.bin")]
-)
 @on_three
-def test_rank_zero_first_tells_failures(name: str, sent: str, rank_strategy: DDPStrategy) -> None:
+def test_rank_zero_first_tells_failures(rank_strategy: DDPStrategy) -> None:
     """The waiting ranks get rank zero's failure, escaped where it is not UTF-8; the next block works."""
-    with pytest.raises((OSError, RankZeroFailedError)) as caught:
-        fail_first(rank_strategy, name)
-    if rank_strategy.is_global_zero:
-        assert str(caught.value) == name
-    else:
+    for name, sent in (("disk full", "disk full"), ("no data-\udcff.bin", r"no data-\udcff.bin")):
+        with pytest.raises((OSError, RankZeroFailedError)) as caught:
+            fail_first(rank_strategy, name)
         expected = f"The block of rank_zero_first() failed on global_rank 0: OSError: {sent}."
-        assert str(caught.value).startswith(expected)
+        text = str(caught.value)
+        assert text == name if rank_strategy.is_global_zero else text.startswith(expected)
     with rank_strategy.rank_zero_first():
         pass
 
@@ -454,9 +435,8 @@ def check_pairs(strategy: DDPStrategy) -> None:
     strategy.__class__ = Astray
     with pytest.raises(ConfigurationError, match=r"process_group=self\.data_parallel_group") as caught:
         strategy.setup_module(torch.nn.Linear(1, 1))
-    assert f"has the ranks [0, 1, 2, 3], data_parallel_group [{rank % 2}, {rank % 2 + 2}]" in str(
-        caught.value
-    )
+    problem = f"has the ranks [0, 1, 2, 3], data_parallel_group [{rank % 2}, {rank % 2 + 2}]"
+    assert problem in str(caught.value)
 
 
 @pytest.mark.quick

@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.gradient_sync import GradientSyncMode, gradient_sync_context, register_ddp_comm_hook
+from rankwise.process_group.interception import Call, intercepted
 from rankwise.strategies import DDPStrategy
 
 MODES = [mode.value for mode in GradientSyncMode]
@@ -31,56 +32,25 @@ class Heads(nn.Module):
         return loss
 
 
-class Counting:
-    """Stands for `torch.distributed.all_reduce`, and as a hook for DDP's average; counts the calls."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.plain = dist.all_reduce
-
-    def all_reduce(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        return self.plain(*args, **kwargs)
-
-    def hook(self, state: Any, bucket: Any) -> Any:
-        work: Any = self.all_reduce(bucket.buffer().div_(2), async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
-
-
-def gradients(module: nn.Module) -> list[Tensor]:
-    found = [parameter.grad for parameter in module.parameters()]
-    assert all(gradient is not None for gradient in found)
-    return [gradient for gradient in found if gradient is not None]
-
-
-def window(strategy: DDPStrategy, mode: str) -> tuple[list[Tensor], int]:
-    """Accumulate a window's gradients; return them, and in how many all-reduces they were averaged."""
-    counting = Counting()
-    wrapped = DistributedDataParallel(Heads(), find_unused_parameters=True)
-    register_ddp_comm_hook(wrapped, None, counting.hook)
-    dist.all_reduce = counting.all_reduce
-    try:
-        for number, samples in enumerate(SAMPLES[strategy.global_rank]):
-            with gradient_sync_context(wrapped, (), number == WINDOW - 1, mode):
-                (wrapped(samples, strategy.global_rank) / WINDOW).backward()
-    finally:
-        dist.all_reduce = counting.plain
-    return gradients(wrapped), counting.calls
-
-
 @pytest.mark.distributed
 @pytest.mark.quick
 @pytest.mark.parametrize(("mode", "reductions"), [*zip(MODES, (1, WINDOW, 1), strict=True)])
 def test_ddp_sync_context(mode: str, reductions: int, rank_strategy: DDPStrategy) -> None:
     """`_ddp_sync_context`: under each mode, named in any case, gradients are one process's."""
     assert DDPStrategy(sync_mode=mode.upper()).gradients.mode is GradientSyncMode(mode)
-    single = Heads()
+    single, calls = Heads(), list[Call]()
     for rank in range(2):
         for samples in SAMPLES[rank]:
             (single(samples, rank) / (2 * WINDOW)).backward()
-    found, count = window(rank_strategy, mode)
-    assert count == reductions
-    torch.testing.assert_close(found, gradients(single), rtol=0, atol=1e-12)
+    wrapped = DistributedDataParallel(Heads(), find_unused_parameters=True)
+    register_ddp_comm_hook(wrapped, None, allreduce_hook)
+    with intercepted(calls.append):
+        for number, samples in enumerate(SAMPLES[rank_strategy.global_rank]):
+            with gradient_sync_context(wrapped, (), number == WINDOW - 1, mode):
+                (wrapped(samples, rank_strategy.global_rank) / WINDOW).backward()
+    assert len(calls) == reductions
+    found, expected = ([each.grad for each in module.parameters()] for module in (wrapped, single))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.distributed

@@ -44,10 +44,12 @@ class Prepared(DataModule):
         return batch
 
 
-def fitted(strategy: str, devices: int, folder: Path) -> tuple[Prepared, Regression]:
-    """Train with a data module for two epochs of four global batches of 6."""
-    data, module = Prepared(folder / strategy, 6 // devices), Regression()
-    quiet_trainer(strategy, devices, max_epochs=2).fit(module, data)
+def fitted(
+    strategy: str, devices: int, folder: Path, kind: type[Prepared] = Prepared, **options: Any
+) -> tuple[Prepared, Regression]:
+    """Train with a data module for epochs of global batches of 6."""
+    data, module = kind(folder / strategy, 6 // devices), Regression()
+    quiet_trainer(strategy, devices, **{"max_epochs": 2, **options}).fit(module, data)
     return data, module
 
 
@@ -71,15 +73,10 @@ class Drawn(Prepared):
 @pytest.mark.quick
 def test_loaders_of_later_epochs(tmp_path: Path) -> None:
     """Loaders that are made again have the same samples on all ranks, as in one process."""
-
-    def weights(strategy: str, devices: int) -> dict[str, torch.Tensor]:
-        torch.manual_seed(4)
-        module = Regression()
-        options = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
-        quiet_trainer(strategy, devices, **options).fit(module, Drawn(tmp_path / "data", 6 // devices))
-        return module.state_dict()
-
-    torch.testing.assert_close(weights("ddp_fork", 2), weights("single_device", 1), rtol=0, atol=1e-12)
+    options = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
+    _, module = fitted("ddp_fork", 2, tmp_path, Drawn, **options)
+    _, expected = fitted("single_device", 1, tmp_path, Drawn, **options)
+    torch.testing.assert_close(module.state_dict(), expected.state_dict(), rtol=0, atol=1e-12)
 
 
 @pytest.mark.quick

@@ -17,13 +17,11 @@ from torch.utils.data import (
     SequentialSampler,
     get_worker_info,
 )
-from typing_extensions import override
 
 from rankwise.callbacks import LambdaCallback
 from rankwise.data import shard_info
 from rankwise.errors import WorkerRaisedError
-from rankwise.trainer import Trainer
-from tests.process.training_tasks import FEATURES, Regression, dataset, loader, quiet_trainer
+from tests.process.training_tasks import FEATURES, Regression, dataset, loader, trainer_on
 
 SAMPLES = 1003
 
@@ -64,11 +62,6 @@ class Measured(Regression):
             metric: Any = self.metrics[name]
             metric.update(*values[: 2 if name in ("error", "spread") else 1])
             self.log(name, metric)
-
-
-def trainer_on(world_size: int, **options: Any) -> Trainer:
-    """Return a trainer on that many forked ranks, or in this process."""
-    return quiet_trainer("ddp_fork" if world_size > 1 else "single_device", world_size, **options)
 
 
 def loaders() -> dict[str, DataLoader[Any]]:
@@ -126,14 +119,6 @@ def test_a_distributed_sampler_of_the_users() -> None:
         trainer_on(3, use_distributed_sampler=False).predict(Split())
 
 
-def test_a_distributed_sampler_of_another_rank() -> None:
-    """A sampler made before the launch would give all ranks rank zero's part, so it is refused."""
-    data = dataset(10)
-    part = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, 2, 0))
-    with pytest.raises(WorkerRaisedError, match="part 0 of 2 already, but this rank's is part 1 of 2"):
-        trainer_on(2).test(Regression(), part)
-
-
 def test_who_gets_predictions() -> None:
     """All ranks get them, rank zero alone, or each rank its own."""
     lengths = {}
@@ -162,7 +147,6 @@ class Normed(Regression):
         self.net.insert(0, nn.BatchNorm1d(FEATURES).double())
         self.mean = torchmetrics.MeanMetric().set_dtype(torch.float64)
 
-    @override
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
         self.mean(batch[1])
@@ -181,19 +165,10 @@ def test_validation_on_some_ranks(samples: int, limit: float) -> None:
     assert found[0] == found[1]
 
 
-def test_a_fraction_that_leaves_no_rank_a_batch() -> None:
-    """A fraction of less than one batch is an error on all ranks, not a fit without validation."""
-    with pytest.raises(WorkerRaisedError, match=r"A limit of 0\.1 leaves no batch of validation loader 0"):
-        trainer_on(2, max_epochs=1, limit_val_batches=0.1).fit(Regression(), loader(8, 4), loader(8, 1))
-
-
 class Numbers(IterableDataset[Any]):
     """Iterable data that splits itself, with workers too."""
 
-    shards_itself = True
-
-    def __init__(self) -> None:
-        self.data = dataset(20)
+    shards_itself, data = True, dataset(20)
 
     def __iter__(self) -> Iterator[Any]:
         place = shard_info()
@@ -236,30 +211,16 @@ def test_iterable_data_are_evaluated_once(data: Numbers, options: dict[str, Any]
 
 
 class Odd(Regression):
-    """Logs a metric object on rank zero only."""
+    """Updates a metric object in training, and logs it on rank zero only in tests."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.error = torchmetrics.MeanSquaredError()
+        self.error = torchmetrics.MeanSquaredError().set_dtype(torch.float64)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self.error.update(self(batch[0]), batch[1])
         if self.global_rank == 0:
             self.log("error", self.error)
-
-
-def test_metric_objects_on_some_ranks() -> None:
-    """A metric object that only some ranks log is an error on all, not a deadlock."""
-    with pytest.raises(WorkerRaisedError, match="not all logged \\['error'\\]"):
-        trainer_on(2).test(Odd(), loaders()["plain"])
-
-
-class Shadowed(Regression):
-    """Updates a metric object in training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.error = torchmetrics.MeanSquaredError().set_dtype(torch.float64)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         predicted = self(batch[0])
@@ -271,13 +232,28 @@ class Shadowed(Regression):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
+def test_errors_on_all_ranks() -> None:
+    """A limit below one batch, a metric object that some ranks log, and another rank's part are refused.
+
+    A sampler that was made before the launch would give all ranks rank zero's part.
+    """
+    fraction = trainer_on(2, max_epochs=1, limit_val_batches=0.1)
+    with pytest.raises(WorkerRaisedError, match=r"A limit of 0\.1 leaves no batch of validation loader 0"):
+        fraction.fit(Regression(), loader(8, 4), loader(8, 1))
+    with pytest.raises(WorkerRaisedError, match=r"not all logged \['error'\]"):
+        trainer_on(2).test(Odd(), loaders()["plain"])
+    part = DataLoader(dataset(10), batch_size=2, sampler=DistributedSampler(dataset(10), 2, 0))
+    with pytest.raises(WorkerRaisedError, match="part 0 of 2 already, but this rank's is part 1 of 2"):
+        trainer_on(2).test(Regression(), part)
+
+
 def test_metric_objects_ignore_padding_steps() -> None:
     """An update of a metric object in a padding step is undone."""
     data, module = dataset(7), Regression()
     with torch.no_grad():
         expected = nn.functional.mse_loss(module(data.tensors[0]), data.tensors[1])
     trainer = trainer_on(3, max_epochs=1, uneven_inputs="join")
-    trainer.fit(Shadowed(), DataLoader(data, batch_size=1))
+    trainer.fit(Odd(), DataLoader(data, batch_size=1))
     assert trainer.callback_metrics["error"].item() == pytest.approx(expected.item(), abs=1e-6)
 
 

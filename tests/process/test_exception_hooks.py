@@ -1,6 +1,5 @@
 """Hooks after a failure: the job ends whatever they do, a save is the rank's own, collectives are refused."""
 
-import logging
 import sys
 import time
 from collections.abc import Callable
@@ -31,7 +30,7 @@ SLOW = Slow(6 * GRACE_S)
 
 def fail(who: int, callback: Any, **options: Any) -> Any:
     """Fit with a failure on one rank; return the caller's exception."""
-    strategy = ddp("fork", grace_period_s=GRACE_S)
+    strategy = options.pop("strategy", None) or ddp("fork", grace_period_s=GRACE_S)
     module, data = options.pop("module", None) or Fails(who), options.pop("data", None) or loader(32, 4)
     with pytest.raises(WorkerRaisedError, match="the first failure") as caught:
         quiet_trainer(strategy, 2, max_epochs=1, callbacks=callback, **options).fit(module, data)
@@ -51,13 +50,10 @@ def check_continues(path: Path) -> None:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_checkpoint_of_the_rank_that_fails(
-    who: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_of_the_rank_that_fails(who: int, tmp_path: Path, caplog: Any) -> None:
     """The documented hook writes a complete file, whichever rank fails; the caller, no rank, does not."""
     path = tmp_path / "failed.ckpt"
-    with caplog.at_level(logging.WARNING):
-        fail(who, Saves(path))
+    fail(who, Saves(path))
     (warned,) = caplog.records
     assert warned.getMessage().startswith(f"{path} is not written by the calling process")
     assert list(tmp_path.iterdir()) == [path]
@@ -109,8 +105,7 @@ def test_a_hook_in_a_script(
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_hook_that_hangs(who: int) -> None:
     """The job ends after the grace period, with the first failure."""
-    error = fail(who, Hangs())
-    assert error.elapsed_s < 10 * slowdown()
+    assert fail(who, Hangs()).elapsed_s < 10 * slowdown()
 
 
 class RaisesToo(Callback):
@@ -150,11 +145,6 @@ def test_hooks_do_not_replace_the_failure_of_one_process(caplog: pytest.LogCaptu
     assert hooks == ["RaisesToo.on_exception", "Data.on_exception", "teardown"]
 
 
-def _enter_rank_zero_first(trainer: Any, module: Any) -> None:
-    with rank_zero_first():
-        pass
-
-
 CALLS: dict[str, Callable[[Any, Any], object]] = {
     "barrier": lambda trainer, module: trainer.strategy.barrier(),
     "broadcast": lambda trainer, module: trainer.strategy.broadcast(1),
@@ -162,7 +152,7 @@ CALLS: dict[str, Callable[[Any, Any], object]] = {
     "all_gather": lambda trainer, module: module.all_gather(torch.zeros(1)),
     "all_gather_object": lambda trainer, module: trainer.strategy.all_gather_object(1),
     "reduce_boolean_decision": lambda trainer, module: trainer.strategy.reduce_boolean_decision(True),
-    "rank_zero_first()": _enter_rank_zero_first,
+    "rank_zero_first()": lambda *_: rank_zero_first().__enter__(),
     "all_reduce of float32[1] (sum) at test_exception_hooks.py": lambda *_: dist.all_reduce(torch.zeros(1)),
     "ZeroRedundancyOptimizer, which is sharded,": lambda trainer, module: trainer.save_checkpoint("sharded"),
 }
@@ -189,17 +179,14 @@ class Sharded(Fails):
         return sharded_adam(self.parameters())
 
 
-@pytest.mark.parametrize("options", [{}, {"check_collectives": True}], ids=["plain", "checked"])
-def test_collectives_are_refused(
-    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_collectives_are_refused(is_checked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is an error that says why, instead of a wait for ranks that do not come."""
     monkeypatch.chdir(tmp_path)
-    strategy, hooks = ddp("fork", grace_period_s=20, **options), ("on_exception", "teardown")
+    strategy = ddp("fork", grace_period_s=20, check_collectives=is_checked)
+    hooks = ("on_exception", "teardown")
     calls = LambdaCallback(**{hook: partial(call_all, hook) for hook in hooks})
-    trainer = quiet_trainer(strategy, 2, max_epochs=1, callbacks=calls)
-    with pytest.raises(WorkerRaisedError, match="the first failure"):
-        trainer.fit(Sharded(1), loader(32, 4))
+    fail(1, calls, strategy=strategy, module=Sharded(1))
     for hook in hooks:
         texts = (tmp_path / hook).read_text().split("\n---\n")
         for name, text in zip(CALLS, texts, strict=True):
@@ -216,12 +203,6 @@ def test_weights_beside_a_sharded_optimizer(tmp_path: Path, monkeypatch: pytest.
     Regression("adam").load_state_dict(torch.load("weights", weights_only=True)["state_dict"])
 
 
-def fail_during_a_step(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-    if trainer.global_rank == 1 and batch_idx == 3:
-        time.sleep(0.2)
-        raise ValueError("the first failure")
-
-
 class SlowAdam(torch.optim.Adam):
     """Takes long within a step of rank 0."""
 
@@ -234,7 +215,12 @@ class SlowAdam(torch.optim.Adam):
 
 
 class SlowSteps(Regression):
-    """Has this optimizer, and logs nothing: no collective follows the step."""
+    """Has this optimizer, and fails meanwhile; logs nothing, so that no collective follows the step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_rank == 1 and batch_idx == 3:
+            time.sleep(0.2)
+            raise ValueError("the first failure")
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self(batch[0]).square().mean()
@@ -250,6 +236,5 @@ def test_weights_that_are_partly_updated_are_not_saved(tmp_path: Path) -> None:
         if trainer.strategy.is_in_job:
             trainer.save_checkpoint(tmp_path / f"{trainer.global_rank}-{type(exception).__name__}")
 
-    callback = LambdaCallback(on_train_batch_start=fail_during_a_step, on_exception=save)
-    fail(1, callback, module=SlowSteps())
+    fail(1, LambdaCallback(on_exception=save), module=SlowSteps())
     assert [path.name for path in tmp_path.iterdir()] == ["1-ValueError"]

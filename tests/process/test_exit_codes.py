@@ -1,5 +1,7 @@
 """An uncaught failure ends the script with the exit code of the rank that failed."""
 
+from typing import Any
+
 import pytest
 
 from tests.helpers.scripts import ScriptRunner
@@ -65,53 +67,47 @@ if __name__ == "__main__":
     run(*sys.argv[1:])
 """
 CODES = {
-    "_exit/launch": 3,
-    "kill/launch": 137,
-    "raise/launch": 1,
-    "0/launch": 1,
-    "-1/launch": 255,
-    "5/fit": 5,
-    "kill/fit": 137,
-    "kill/caught": 1,
-    "_exit/own hook": 3,
-    "_exit/interactive": 1,
-    "_exit/thread": 0,
+    "fork/_exit/launch": 3,
+    "fork/kill/launch": 137,
+    "fork/raise/launch": 1,
+    "fork/0/launch": 1,
+    "fork/-1/launch": 255,
+    "fork/5/fit": 5,
+    "fork/kill/fit": 137,
+    "fork/kill/caught": 1,
+    "fork/_exit/own hook": 3,
+    "fork/_exit/interactive": 1,
+    "fork/_exit/thread": 0,
+    "popen/kill/fit": 137,
+}
+MORE_CODES = {
+    "popen/_exit/launch": 3,
+    "spawn/_exit/fit": 3,
+    "forkserver/kill/launch": 137,
+    "elastic-fork/_exit/launch": 3,
 }
 
 
-@pytest.mark.parametrize("case", CODES)
-def test_the_code_is_the_culprits(case: str, run_script: ScriptRunner) -> None:
+@pytest.mark.parametrize(
+    ("case", "code"),
+    [*CODES.items(), *(pytest.param(*each, marks=pytest.mark.soak) for each in MORE_CODES.items())],
+)
+def test_the_code_is_the_culprits(case: str, code: int, run_script: ScriptRunner) -> None:
     """The exit code is the failed rank's; exit hooks have run, the error is printed.
 
     A `sys.excepthook` of the script's own prints it instead. `sys.excepthook` is restored when the error is
     caught, and never changes in a thread.
     """
-    result = run_script(JOB, "fork", *case.split("/"), env=with_tests())
-    assert result.returncode == CODES[case], result
-    assert "exit hooks ran" in result.stdout
-    if "own hook" in case:
-        assert ("own hook WorkerExitedError" in result.stdout, result.stderr) == (True, ""), result
-    elif "caught" not in case:
-        assert result.stderr.count("Worker global_rank=1 ") == 1, result
-    if case in ("kill/caught", "_exit/thread"):
-        assert "as before: True" in result.stdout, result
-
-
-@pytest.mark.parametrize(
-    ("method", "how", "way", "code"),
-    [
-        ("popen", "kill", "fit", 137),
-        pytest.param("popen", "_exit", "launch", 3, marks=pytest.mark.soak),
-        pytest.param("spawn", "_exit", "fit", 3, marks=pytest.mark.soak),
-        pytest.param("forkserver", "kill", "launch", 137, marks=pytest.mark.soak),
-        pytest.param("elastic-fork", "_exit", "launch", 3, marks=pytest.mark.soak),
-    ],
-)
-def test_other_ways_to_start(method: str, how: str, way: str, code: int, run_script: ScriptRunner) -> None:
-    """The same for the other start methods, with the Trainer and without."""
-    siblings = int(method == "popen")
-    running = run_script.start(JOB, method, how, way, env=with_tests(), fresh=not siblings, siblings=siblings)
-    result = running.finish(timeout=180, leftover_grace_s=20)  # a forkserver takes its time to unload torch
+    method, how, way = case.split("/")
+    start: dict[str, Any] = {"fork": {}, "popen": {"siblings": 1}}.get(method, {"fresh": True})
+    # a forkserver takes its time to unload torch
+    limits = {} if method == "fork" else {"timeout": 180, "leftover_grace_s": 20}
+    result = run_script.start(JOB, method, how, way, env=with_tests(), **start).finish(**limits)
     assert result.returncode == code, result
-    assert result.stderr.count("Worker global_rank=1 ") == 1, result
     assert "exit hooks ran" in result.stdout
+    if way == "own hook":
+        assert ("own hook WorkerExitedError" in result.stdout, result.stderr) == (True, ""), result
+    elif way != "caught":
+        assert result.stderr.count("Worker global_rank=1 ") == 1, result
+    if way in ("caught", "thread"):
+        assert "as before: True" in result.stdout, result
