@@ -42,8 +42,7 @@ class Regression(TrainingModule):
         self.log("samples", float(len(batch[0])), reduce_fx="sum", sync_dist=True)
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        prediction: Tensor = self(batch[0])
-        return prediction
+        return self.forward(batch[0])
 
     def configure_optimizers(self) -> Any:
         if self.optimizer_name == "sgd":
@@ -75,9 +74,7 @@ class CountingStrategy(DDPStrategy):
         return wrapper
 
 
-def count_and_reduce(
-    state: nn.Module, bucket: torch.distributed.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
+def count_and_reduce(state: nn.Module, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket, and count it."""
     state.get_buffer("reductions").add_(1)
     everybody: Any = torch.distributed.group.WORLD
@@ -110,13 +107,8 @@ def loader(samples: int, batch_size: int, *, shuffle: bool = False) -> DataLoade
 
 def quiet_trainer(strategy: Any, devices: int | str, **arguments: Any) -> Trainer:
     """Return a Trainer that writes nothing."""
-    quiet: dict[str, Any] = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "accelerator": "cpu",
-    }
-    return Trainer(strategy=strategy, devices=devices, **{**quiet, **arguments})
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    return Trainer(strategy=strategy, devices=devices, **{"accelerator": "cpu", **quiet, **arguments})
 
 
 def trainer_on(world_size: int, **arguments: Any) -> Trainer:
