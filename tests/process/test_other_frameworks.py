@@ -129,8 +129,7 @@ def test_a_program(
 
 def printed_by(run_script: ScriptRunner, program: str, *args: str) -> list[Any]:
     """Run a program; return the lists that it prints."""
-    result = run_script(program, *args, env=WITHOUT_COVERAGE, timeout=180)
-    assert result.returncode == 0, result
+    result = run_script(program, *args, env=WITHOUT_COVERAGE, timeout=180).check_returncode()
     return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("[")]
 
 

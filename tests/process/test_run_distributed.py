@@ -140,8 +140,7 @@ def test_marked(rank_strategy: DDPStrategy, tmp_path: Path) -> None:
 @pytest.mark.quick
 def test_reports(run_script: ScriptRunner) -> None:
     """A failure on a rank is reported as any other, with the tracebacks of the other ranks."""
-    result = run_script(PYTEST, str(TESTS))
-    assert result.returncode == 1, result
+    result = run_script(PYTEST, str(TESTS)).check_returncode(1)
     for text in (
         "3 failed, 2 passed, 1 skipped, 1 xfailed, 1 warning, 1 error",
         "{'numbers': [1, 2]} != {'numbers': [1, 3]}",  # by pytest's own assertion

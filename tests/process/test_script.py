@@ -217,8 +217,7 @@ for number, name in enumerate(sys.argv[1:]):
 )
 def test_a_launch_that_no_rerun_comes_to_is_refused(names: tuple[str, ...], run_script: ScriptRunner) -> None:
     """A launch that a re-run script would not reach is refused beforehand; "auto" forks then."""
-    result = run_script(ONE_AFTER_ANOTHER, *names, siblings=1)
-    assert result.returncode == 0, result
+    result = run_script(ONE_AFTER_ANOTHER, *names, siblings=1).check_returncode()
     numbers = (0, 2) if "auto" in names else (0,)
     assert lines_of(result, "launch") == [
         f"launch {number} on {rank}" for number in numbers for rank in (0, 1)
@@ -307,8 +306,7 @@ def test_values_and_later_launches(run_script: ScriptRunner) -> None:
     Processes with a private rendezvous have no port, and two cannot continue as three. The next job's value
     replaces the last one's. Each rank has its own value; one that cannot be pickled stays in its process.
     """
-    result = run_script(VALUES, siblings=1)
-    assert result.returncode == 0, result
+    result = run_script(VALUES, siblings=1).check_returncode()
     assert lines_of(result, "big") == [f"big {n} {size} True {size}" for n in (0, 1) for size in (1, 50)]
     assert lines_of(result, "own") == ["own 0 lambda of 0 [0]", "own 1 lambda of 1 [1]"]
     assert result.stdout.count("this script's processes meet privately") == 2
@@ -353,8 +351,7 @@ def test_ctrl_c_at_the_end_of_the_script_is_told(run_script: ScriptRunner) -> No
     running.wait_for("ends")
     running.wait_until_blocked()
     running.send_signal_to_group(signal.SIGINT)
-    result = running.finish(timeout=30)
-    assert result.returncode == 130, result
+    result = running.finish(timeout=30).check_returncode(130)
     assert "KeyboardInterrupt" in result.stderr
 
 
@@ -368,8 +365,7 @@ def test_what_the_script_forks_between_jobs_is_its_own(run_script: ScriptRunner)
         open("outlived", "w").close()
         os._exit(0)
     """
-    result = run_script.start(AFTER.format(code=code), siblings=1).finish(leftover_grace_s=20)
-    assert result.returncode == 0, result
+    run_script.start(AFTER.format(code=code), siblings=1).finish(leftover_grace_s=20).check_returncode()
     assert (run_script.folder / "outlived").exists()
 
 
@@ -387,8 +383,7 @@ print([*open(f"/proc/self/task/{{os.getpid()}}/children")])
 def test_spawn_without_the_main_guard_says_what_to_do(run_script: ScriptRunner) -> None:
     """A script that launches while a worker imports it: the end of the error names the main guard."""
     source = "import rankwise\nrankwise.DDPSpawnStrategy(accelerator='cpu', devices=2).launch(print)"
-    result = run_script(source)
-    assert result.returncode == 1
+    result = run_script(source).check_returncode(1)
     assert "was used while the main module was still being imported" in result.stderr
     assert result.stderr.rstrip().endswith('under: if __name__ == "__main__":')
 
@@ -405,8 +400,7 @@ def test_a_sibling_that_does_not_join_is_an_error(
     plain: str, changed: str, text: str, run_script: ScriptRunner
 ) -> None:
     """A command that ends before it joins the job, or goes another way, is named; the script fails."""
-    result = run_script(MAIN.replace(plain, changed), siblings=int(plain != "devices=2"))
-    assert result.returncode == 1, result
+    result = run_script(MAIN.replace(plain, changed), siblings=int(plain != "devices=2")).check_returncode(1)
     assert re.search(f"(?s){text}", result.stderr)
 
 
@@ -421,7 +415,6 @@ def test_command_must_be_words() -> None:
 @pytest.mark.parametrize("text", ["", "x", "[1, 2]", "{}"])
 def test_a_damaged_description_of_a_worker_is_refused(text: str, run_script: ScriptRunner) -> None:
     """The error names the variable: it is of nobody but rankwise."""
-    result = run_script("import rankwise", env={CONTEXT_VARIABLE: text})
-    assert result.returncode == 1
+    result = run_script("import rankwise", env={CONTEXT_VARIABLE: text}).check_returncode(1)
     text = f"ProcessGroupError: What was read as the environment variable {CONTEXT_VARIABLE} is"
     assert text in result.stderr

@@ -134,8 +134,7 @@ def test_a_handler_of_ones_own_decides(run_script: ScriptRunner) -> None:
     running = run_script.start(OWN_HANDLER)
     running.wait_for("busy", count=2)
     running.send_signal_to_group(signal.SIGINT)
-    result = running.finish(timeout=30)
-    assert result.returncode == 0, result
+    result = running.finish(timeout=30).check_returncode()
     assert "value" in result.stdout
 
 

@@ -185,8 +185,7 @@ def test_stacks_on_request(start_method: str, run_script: ScriptRunner) -> None:
     while not all(each in running.stderr for each in shown) and time.monotonic() < deadline:
         time.sleep(0.02)
     (run_script.folder / "seen").touch()
-    result = running.finish(timeout=60)
-    assert result.returncode == 0, result
+    result = running.finish(timeout=60).check_returncode()
     assert "done" in result.stdout
     for rank in range(2):
         assert result.stderr.count(f"stacks of global_rank={rank}") == 1

@@ -76,8 +76,7 @@ def test_sigterm_again_and_again(who: str, rounds: int, run_script: ScriptRunner
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     arguments = ("series", who, str(rounds), str(seed), str(tmp_path))
-    result = run_script(SCRIPT, *arguments, env=with_tests(), timeout=60 + 60 * rounds)
-    assert result.returncode == 0, result
+    result = run_script(SCRIPT, *arguments, env=with_tests(), timeout=60 + 60 * rounds).check_returncode()
     assert result.stdout.count("in order") == rounds, result
 
 
@@ -117,8 +116,7 @@ def test_should_stop_on_one_rank(run_script: ScriptRunner, tmp_path: Path) -> No
         time.sleep(pause_s)
     assert running.processes()
     running.send_signal(signal.SIGTERM)
-    result = running.finish(timeout=30)
-    assert result.returncode == CODE, result
+    running.finish(timeout=30).check_returncode(CODE)
     assert not (tmp_path / "last.ckpt").exists()
 
 
@@ -191,5 +189,4 @@ def test_sigterm_where_no_step_ends(start_method: str, run_script: ScriptRunner)
     running = run_script.start(HANGING, start_method, env=with_tests(), siblings=1)
     running.wait_for("hanging", count=2, timeout=60)
     running.send_signal(signal.SIGTERM)
-    result = running.finish(timeout=40)
-    assert result.returncode == CODE, result
+    running.finish(timeout=40).check_returncode(CODE)

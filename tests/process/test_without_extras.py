@@ -73,8 +73,7 @@ def without_optional(tmp_path: Path) -> dict[str, str]:
 )
 def test_training(run_script: ScriptRunner, without_optional: dict[str, str], strategy: str) -> None:
     """Training on one process and on two gives equal weights without NumPy."""
-    result = run_script(PROGRAM, strategy, env=without_optional)
-    assert result.returncode == 0, result
+    result = run_script(PROGRAM, strategy, env=without_optional).check_returncode()
     assert "trained" in result.stdout
 
 
@@ -82,8 +81,7 @@ def test_training(run_script: ScriptRunner, without_optional: dict[str, str], st
 def test_doctor(run_script: ScriptRunner, without_optional: dict[str, str]) -> None:
     """The doctor finds nothing wrong without NumPy."""
     command = [sys.executable, "-m", "rankwise", "doctor", "--json"]
-    result = run_script.command(command, env=without_optional, timeout=110)
-    assert result.returncode == 0, result
+    result = run_script.command(command, env=without_optional, timeout=110).check_returncode()
     assert json.loads(result.stdout)["ok"] is True
 
 
@@ -138,5 +136,4 @@ def test_a_wheel_alone(run_script: ScriptRunner, tmp_path: Path) -> None:
         result = run_script.command([python, str(program), strategy], env=plain, timeout=300)
         assert result.returncode == 0, result
         assert "trained" in result.stdout
-    doctor = run_script.command([python, "-m", "rankwise", "doctor"], env=plain, timeout=300)
-    assert doctor.returncode == 0, doctor
+    run_script.command([python, "-m", "rankwise", "doctor"], env=plain, timeout=300).check_returncode()
