@@ -60,16 +60,12 @@ def test_sigterm(strategy: str, who: str, options: str, run_script: ScriptRunner
     check(running, tmp_path)
 
 
-LONG = pytest.mark.timeout(3600)
+LONG = [pytest.mark.soak, pytest.mark.timeout(3600)]
 RUNS = int(os.environ.get("RANKWISE_SOAK_RUNS", "50"))
 
 
 @pytest.mark.parametrize(
-    ("who", "rounds"),
-    [
-        ("group", 2),
-        *(pytest.param(who, RUNS * 4 // 5, marks=[pytest.mark.soak, LONG]) for who in WHO),
-    ],
+    ("who", "rounds"), [("group", 2), *(pytest.param(who, RUNS * 4 // 5, marks=LONG) for who in WHO)]
 )
 def test_sigterm_again_and_again(who: str, rounds: int, run_script: ScriptRunner, tmp_path: Path) -> None:
     """SIGTERM at random moments, in jobs forked from a process that has imported everything."""
@@ -80,9 +76,7 @@ def test_sigterm_again_and_again(who: str, rounds: int, run_script: ScriptRunner
     assert result.stdout.count("in order") == rounds, result
 
 
-@pytest.mark.soak
-@LONG
-@pytest.mark.parametrize("who", WHO)
+@pytest.mark.parametrize("who", [pytest.param(who, marks=LONG) for who in WHO])
 def test_sigterm_with_every_strategy(who: str, run_script: ScriptRunner, tmp_path: Path) -> None:
     """The rest of the fifty rounds: strategies whose ranks import everything again."""
     seed = random.randrange(1 << 30)
