@@ -24,7 +24,7 @@ from tests.process.helpers import ddp, with_tests
 JOB = """
     import sys, time, pathlib
     import torch, torch.distributed as dist
-    from tests.process.helpers import ddp
+    from rankwise.strategies import DDPStrategy
     from tests.process.training_tasks import Regression, loader, quiet_trainer
 
     def stay_up():
@@ -48,7 +48,8 @@ JOB = """
         if how == "fit":
             quiet_trainer(what, 2, max_epochs=1).fit(Line(), loader(8, 2))
         else:
-            ddp(how, what).launch(job)
+            options = {"rendezvous": what, "accelerator": "cpu", "devices": 2}
+            DDPStrategy(start_method=how, **options).launch(job)
 """
 
 

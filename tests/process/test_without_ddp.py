@@ -19,14 +19,25 @@ from tests.process.test_sparse_gradients import Embedded, weights
 from tests.process.training_tasks import Regression, loader, quiet_trainer
 
 
+class Wrapper(nn.Module):
+    """A wrapper that does nothing."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        return self.module(*inputs, **options)
+
+
 class Wrapping(Strategy):
     """Returns a wrapper that is not DDP."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        return nn.Sequential(super().setup_module(module))
+        return Wrapper(super().setup_module(module))
 
     def unwrap_module(self, module: nn.Module) -> nn.Module:
-        return super().unwrap_module(module[0] if isinstance(module, nn.Sequential) else module)
+        return super().unwrap_module(module.module if isinstance(module, Wrapper) else module)
 
 
 CPU: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "start_method": "fork"}
