@@ -47,7 +47,12 @@ class ScriptResult:
             f"--- stdout ---\n{self.stdout[-8000:]}\n--- stderr ---\n{self.stderr[-8000:]}"
         )
 
-    __repr__ = __str__  # so that `assert result.returncode == 0, result` shows all
+    __repr__ = __str__  # so that `assert text in result.stdout, result` shows all
+
+    def check_returncode(self, expected: int = 0) -> "ScriptResult":
+        """Return this result; fail, and show all, if the program ended with another code."""
+        assert self.returncode == expected, self
+        return self
 
 
 class RunningScript:

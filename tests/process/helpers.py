@@ -90,8 +90,7 @@ def printed_by_ranks(folder: Path, source: str, launcher: Iterable[str] = ()) ->
     with module_runner(folder) as runner:
         command = [sys.executable, *launcher, str(runner.write(source))]
         result = runner.command(command, env=with_tests(), timeout=120, siblings=2)
-    assert result.returncode == 0, result
-    return list(map(json.loads, result.stdout.splitlines()))
+    return list(map(json.loads, result.check_returncode().stdout.splitlines()))
 
 
 @dataclass(frozen=True)

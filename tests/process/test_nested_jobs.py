@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from rankwise import DDPStrategy, SingleDeviceStrategy, Trainer, TrainingModule
@@ -15,7 +15,7 @@ from rankwise.data import shard_info
 from rankwise.monitoring import heartbeat
 from tests.helpers.shared import computed_once
 from tests.process.helpers import WORLD, ddp
-from tests.process.training_tasks import Regression, dataset, quiet_trainer
+from tests.process.training_tasks import Regression, dataset, quiet_trainer, step_by_hand
 
 
 class Manual(Regression):
@@ -24,11 +24,8 @@ class Manual(Regression):
     automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
         loss = super().training_step(batch, batch_idx)
-        self.manual_backward(loss)
-        optimizer.step()
+        step_by_hand(self, loss)
         return loss
 
 
@@ -69,7 +66,7 @@ def fitted(module: TrainingModule, number: int, **options: Any) -> list[float]:
     torch.manual_seed(number)
     data = TensorDataset(*(tensor + number for tensor in dataset(6).tensors))
     trainer(**options).fit(module, DataLoader(data, 2))
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).tolist()
+    return nn.utils.parameters_to_vector(module.parameters()).tolist()
 
 
 def evaluated(number: int) -> list[Any]:

@@ -13,37 +13,29 @@ import pytest
 from rankwise.processes.signals import INTERRUPT_NOTICE
 from tests.helpers.needs import need_installed
 from tests.helpers.processes import wait_until_gone
+from tests.process.helpers import with_tests
 
 need_installed("nbclient", "ipykernel")
 
 DEFINE = """
 import time, torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from rankwise import StrategyRegistry, Trainer, TrainingModule
+from rankwise import StrategyRegistry
+from tests.process.training_tasks import Regression, loader, quiet_trainer
 
-class Line(TrainingModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
-
+class Line(Regression):
     def training_step(self, batch, batch_idx):
-        return self.layer(batch[0]).pow(2).mean()
+        return self(batch[0]).pow(2).mean()
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-data = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
+data = loader(8, 2)
 
 def create(max_epochs):
-    return Trainer(strategy="ddp_notebook", accelerator="cpu", devices=2, max_epochs=max_epochs, logger=False,
-                   enable_checkpointing=False)
+    return quiet_trainer("ddp_notebook", 2, max_epochs=max_epochs, enable_progress_bar=True)
 
 def train():
     trainer, module = create(1), Line()
-    before = module.layer.weight.detach().clone()
+    before = module.net[0].weight.detach().clone()
     trainer.fit(module, data)
-    print("steps", trainer.global_step, "changed", not torch.equal(before, module.layer.weight))
+    print("steps", trainer.global_step, "changed", not torch.equal(before, module.net[0].weight))
 
 def strategy():
     return StrategyRegistry.create("ddp_notebook", accelerator="cpu", devices=2)
@@ -82,7 +74,7 @@ AFTERWARDS = """
 saved = torch.load("last.ckpt", weights_only=True)
 step = trainer.global_step
 print(trainer.interrupted, saved["global_step"] == step > 0)
-print(torch.equal(saved["state_dict"]["layer.weight"], module.layer.weight))
+print(torch.equal(saved["state_dict"]["net.0.weight"], module.net[0].weight))
 trainer.max_steps = step + 3
 trainer.fit(module, data)
 print("then", trainer.global_step - step, trainer.state.status)
@@ -151,34 +143,33 @@ class Kernel:
 
 
 @pytest.fixture
-def kernel(tmp_path: Path) -> Iterator[Kernel]:
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
     """Start a kernel; end it after the test."""
+    monkeypatch.setenv("PYTHONPATH", str(with_tests()["PYTHONPATH"]))
     kernel = Kernel(tmp_path)
     with kernel.client.setup_kernel():
         yield kernel
+
+
+def check_texts(output: str, *texts: str) -> None:
+    """All texts are in a cell's output."""
+    assert [text for text in texts if text not in output] == [], output
 
 
 @pytest.mark.quick
 def test_notebook(kernel: Kernel) -> None:
     """One kernel: output and exceptions in the cell, an interrupt that ends all workers, training again."""
     assert kernel.run(DEFINE) == ""
-    said = kernel.run(SAY)
-    assert "rank 0 says 14" in said
-    assert "rank 1 says 14" in said
+    check_texts(kernel.run(SAY), "rank 0 says 14", "rank 1 says 14")
     raised = kernel.run(RAISE)
-    assert "WorkerRaisedError: Worker global_rank=1" in raised
-    assert "raised ValueError: from the cell" in raised
+    check_texts(raised, "WorkerRaisedError: Worker global_rank=1", "raised ValueError: from the cell")
     assert "steps 2 changed True" in kernel.run("train()")
     trained = kernel.interrupt_when(SLOW, "in a step", 2)
-    assert "KeyboardInterrupt" in trained
-    assert INTERRUPT_NOTICE in trained
-    assert "Epoch 0: " in trained  # the progress bar of rank 0, which is another process
-    afterwards = kernel.run(AFTERWARDS)
-    assert "True True\nTrue\n" in afterwards
-    assert "then 3 finished" in afterwards
+    # The progress bar is that of rank 0, which is another process.
+    check_texts(trained, "KeyboardInterrupt", INTERRUPT_NOTICE, "Epoch 0: ")
+    check_texts(kernel.run(AFTERWARDS), "True True\nTrue\n", "then 3 finished")
     assert "KeyboardInterrupt" in kernel.interrupt_when(HANG, "hanging", 2)
     assert wait_until_gone(kernel.process.children, timeout_s=10) == []
     assert "steps 2 changed True" in kernel.run("train()")
     refused = kernel.run('StrategyRegistry.create("ddp_spawn", devices=2, accelerator="cpu").launch(say)')
-    assert "LaunchRefusedError" in refused
-    assert "ddp_notebook" in refused
+    check_texts(refused, "LaunchRefusedError", "ddp_notebook")

@@ -13,12 +13,7 @@ SOAK, FRAMEWORKS = pytest.mark.soak, pytest.mark.frameworks
 START_METHODS = ["fork", *(pytest.param(name, marks=SOAK) for name in ("spawn", "forkserver", "popen"))]
 
 TRANSFORMERS = """
-import json, os, signal, sys, time
-from pathlib import Path
-import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
-from rankwise import DDPStrategy
-from rankwise.errors import WorkerError
 
 class Failing(Trainer):
     def training_step(self, *args, **kwargs):
@@ -48,13 +43,8 @@ def main(strategy, batch_size, fails=""):
 """
 
 ACCELERATE = """
-import json, os, sys, time
-from pathlib import Path
-import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from rankwise import DDPStrategy
-from rankwise.errors import WorkerError
 
 def main(strategy, batch_size, fails=""):
     set_seed(1)
@@ -75,6 +65,12 @@ def main(strategy, batch_size, fails=""):
 """
 
 RUN = """
+import json, os, signal, sys, time
+from pathlib import Path
+import torch
+from rankwise import DDPStrategy
+from rankwise.errors import WorkerError
+
 if __name__ == "__main__":
     if "LOCAL_RANK" not in os.environ:  # and not in a rank that runs the script again
         if os.fork() == 0:  # "popen" refuses to launch after another strategy; and Accelerate keeps a state
@@ -112,7 +108,9 @@ def test_a_program(
 ) -> None:
     """Two ranks train as one, twice; a rank that fails is reported within two seconds, and none is left."""
     need_installed(package)
-    alone, trained, failure = printed_by(run_script, program + RUN, start_method, fails)
+    result = run_script(program + RUN, start_method, fails, env=WITHOUT_COVERAGE, timeout=180)
+    lines = result.check_returncode().stdout.splitlines()
+    alone, trained, failure = (json.loads(line) for line in lines if line.startswith("["))
     both, again, changed, has_group = trained
     check_trained(alone, 1, both)
     check_trained(both, 2, both)
@@ -125,13 +123,6 @@ def test_a_program(
     assert name == ("WorkerKilledError" if fails == "kill" else "WorkerRaisedError")
     assert "global_rank=1" in message
     assert ("SIGKILL" if fails == "kill" else "raised ValueError: loss is nan") in message
-
-
-def printed_by(run_script: ScriptRunner, program: str, *args: str) -> list[Any]:
-    """Run a program; return the lists that it prints."""
-    result = run_script(program, *args, env=WITHOUT_COVERAGE, timeout=180)
-    assert result.returncode == 0, result
-    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("[")]
 
 
 def check_trained(found: Any, world_size: int, expected: Any) -> None:

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from rankwise import DDPStrategy
+from rankwise.callbacks import LambdaCallback
 from rankwise.errors import WorkerRaisedError
 from rankwise.precision import MasterWeightsPrecision, MixedPrecision, Precision, create_precision
 from rankwise.testing import run_distributed
 from tests.helpers.shared import computed_once
-from tests.process.helpers import count_calls
+from tests.process.helpers import count_calls, ddp
 from tests.process.training_tasks import Regression, loader, trainer_on
 
 NAMES = ("32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "16-master", "bf16-master")
@@ -26,15 +26,6 @@ def create(name: str) -> Precision:
     if name == "16-mixed":
         return MixedPrecision(name, init_scale=64.0)
     return MasterWeightsPrecision(name, init_scale=64.0) if name == "16-master" else create_precision(name)
-
-
-class Unreduced(DDPStrategy):
-    """Its gradients stay on their rank, as between the averagings of post-local SGD."""
-
-    def configure_ddp(self, module: nn.Module, device_ids: list[int] | None) -> DistributedDataParallel:
-        wrapper = super().configure_ddp(module, device_ids)
-        wrapper.register_comm_hook(None, noop_hook)
-        return wrapper
 
 
 def train(strategy: DDPStrategy, name: str) -> dict[str, Any]:
@@ -92,9 +83,7 @@ class WithoutLearning(Precision):
     """Sets every learning rate to 0, once module and optimizers are there."""
 
     def configure(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = 0.0
+        optimizers[0].param_groups[0]["lr"] = 0.0
 
 
 @pytest.mark.quick
@@ -103,13 +92,13 @@ def test_configure_apex_is_precision_configure() -> None:
     trainer, module = trainer_on(2, max_epochs=1, plugins=[WithoutLearning()]), Regression()
     trainer.fit(module, loader(24, 4))
     assert trainer.global_step == 3
-    pairs = zip(module.parameters(), Regression().parameters(), strict=True)
-    assert all(torch.equal(mine, fresh) for mine, fresh in pairs)
+
+    torch.testing.assert_close([*module.parameters()], [*Regression().parameters()], rtol=0, atol=0)
 
 
 def test_gradients_that_differ_are_agreed() -> None:
-    """Where gradients are not averaged, the ranks agree on skipping a step."""
-    strategy = Unreduced(start_method="fork", accelerator="cpu", devices=2)
+    """Where gradients stay on their rank, as between the averagings of post-local SGD, they agree to skip."""
+    strategy = ddp("fork", comm_hook=noop_hook)
     strategy.launch(train, "16-mixed")
     first, second = (strategy.results[rank] for rank in range(2))
     assert not torch.equal(first["weights"], second["weights"])
@@ -151,26 +140,16 @@ def test_nan_on_one_rank_is_skipped_on_all() -> None:
 COUNTED = ("all_reduce", "all_gather", "all_gather_object", "broadcast_object_list", "barrier")
 
 
-class Counted(Regression):
-    """Returns the number of collectives that this process has called."""
-
-    collectives = 0
-
-    def on_train_end(self) -> None:
-        self.collectives = len(CALLS)
-
-
-CALLS: list[str] = []
-
-
 def test_judging_costs_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     """With `on_nonfinite` a healthy run calls as many collectives as without."""
-    count_calls(monkeypatch, CALLS, *COUNTED)
-    found = []
+    calls: list[str] = []
+    count_calls(monkeypatch, calls, *COUNTED)
+    found: list[Any] = []
+    counting = LambdaCallback(on_train_end=lambda _, module: module.hparams.update(calls=len(calls)))
     for policy in (None, "raise"):
-        module = Counted()
-        trainer_on(2, max_epochs=2, on_nonfinite=policy).fit(module, loader(24, 4))
-        found.append(module.collectives)
+        module = Regression()
+        trainer_on(2, max_epochs=2, on_nonfinite=policy, callbacks=counting).fit(module, loader(24, 4))
+        found.append(module.hparams["calls"])
     assert found[0] == found[1] > 0
 
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import prune
-from torch.utils.data import DataLoader, TensorDataset
 
-from rankwise import TrainingModule, seed_everything
+from rankwise import seed_everything
 from rankwise.callbacks import Callback
-from tests.process.training_tasks import saving_each_step, trainer_on
+from tests.process.training_tasks import Regression, loader, saving_each_step, step_by_hand, trainer_on
 
 STEP_HOOKS = (
     "on_train_start",
@@ -52,38 +50,26 @@ class NoisySGD(torch.optim.SGD):
         return loss
 
 
-class Line(TrainingModule):
+class Line(Regression):
     """Gathers what each rank has noted; by default its weights."""
 
     gathered: list[Any]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1, 9)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.layer(batch[0]).square().mean()
-        return loss
 
     def on_train_end(self) -> None:
         self.gathered = self.trainer.strategy.all_gather_object(self.noted())
 
     def noted(self) -> Any:
-        return self.layer.weight.tolist()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+        return [value.tolist() for value in self.state_dict().values()]
 
 
 class Drawing(Line):
     """Draws random numbers in every hook, and in the steps; both are noted apart."""
 
-    def __init__(self, is_manual: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.automatic_optimization = not is_manual
         self.shared: list[tuple[str, list[float]]] = []
         self.own: list[list[float]] = []
-        self.layer.weight.register_hook(self.draw_for_gradient)
+        self.get_parameter("net.0.weight").register_hook(self.draw_for_gradient)
 
     def noted(self) -> Any:
         callback: Any = self.trainer.callbacks[0]
@@ -93,18 +79,15 @@ class Drawing(Line):
     def draw_for_gradient(self, gradient: Tensor) -> None:
         self.shared.append(("tensor hook", draws()))
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.own.append(draws())
         loss = super().training_step(batch, batch_idx)
         if not self.automatic_optimization:
-            optimizer: Any = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
+            step_by_hand(self, loss)
             self.own.append(draws())
         return loss
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.own.append(draws())
 
     def on_validation_batch_end(self, *arguments: Any) -> None:
@@ -112,6 +95,10 @@ class Drawing(Line):
 
     def configure_optimizers(self) -> Any:
         return NoisySGD(self.parameters(), lr=0.01, noted=self.shared)
+
+
+class Manual(Drawing):
+    automatic_optimization = False
 
 
 class DrawingInMore(Drawing):
@@ -162,31 +149,20 @@ class DrawingCallback(Callback):
         self.drawn.append(draws())
 
 
-def data(samples: int, batch_size: int = 2) -> DataLoader[Any]:
-    return DataLoader(TensorDataset(torch.arange(float(samples))[:, None]), batch_size)
-
-
 def trained(module: Drawing, path: Any = None, callbacks: Any = None, **options: Any) -> list[Any]:
     """Train two epochs; return what each of two ranks has drawn."""
     seed_everything(1)
     callbacks = [DrawingCallback(), *filter(None, [callbacks])]
     trainer = trainer_on(2, max_epochs=2, num_sanity_val_steps=0, callbacks=callbacks, **options)
-    trainer.fit(module, data(12), data(3, 1), ckpt_path=path)  # validation: other numbers of batches
+    trainer.fit(module, loader(12, 2), loader(3, 1), ckpt_path=path)  # validation: other numbers of batches
     return module.gathered
 
 
-KINDS: dict[str, Callable[[], Drawing]] = {
-    "automatic": Drawing,
-    "more hooks": DrawingInMore,
-    "manual": lambda: Drawing(is_manual=True),
-}
-
-
 @pytest.mark.quick
-@pytest.mark.parametrize("kind", KINDS)
-def test_hooks_and_optimizers_draw_the_same_on_all_ranks(kind: str) -> None:
+@pytest.mark.parametrize("kind", [Drawing, DrawingInMore, Manual])
+def test_hooks_and_optimizers_draw_the_same_on_all_ranks(kind: type[Drawing]) -> None:
     """Also after one rank drew more, and validated other batches; steps draw each rank's own, all are new."""
-    first, second = trained(KINDS[kind]())
+    first, second = trained(kind())
     for what in ("shared", "callback", "weights"):
         assert first[what] == second[what]
     assert len(first["shared"]) > 40
@@ -221,7 +197,7 @@ class OwnNumbers(Line):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.drawn.append(float(torch.rand(())))
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.drawn.append(float(torch.rand(())))
         return super().training_step(batch, batch_idx)
 
@@ -230,7 +206,7 @@ class OwnNumbers(Line):
 def test_one_process_has_one_stream() -> None:
     """In one process hooks and steps draw from the program's generators, in order."""
     module = OwnNumbers()
-    trainer_on(1, max_steps=3).fit(module, data(12))
+    trainer_on(1, max_steps=3).fit(module, loader(12, 2))
     generator = torch.Generator().manual_seed(7)
     assert module.drawn == [float(torch.rand((), generator=generator)) for _ in range(6)]
 
@@ -244,9 +220,9 @@ class ChangingWeights(Line):
 
     def on_train_epoch_start(self) -> None:
         if self.kind == "reset" and self.current_epoch == 1:
-            self.layer.reset_parameters()
+            torch.nn.init.normal_(self.get_parameter("net.0.weight"))
         if self.kind == "pruning" and self.current_epoch == 0:
-            prune.random_unstructured(self.layer, "weight", 0.5)
+            prune.random_unstructured(self.net[0], "weight", 0.5)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for parameter in self.parameters() if self.kind == "gradient noise" else ():
@@ -271,7 +247,7 @@ def add_noise(optimizer: Any, *arguments: Any) -> None:
 def test_weights_stay_the_same_on_all_ranks(kind: str) -> None:
     """Weights that hooks change by random numbers are the same on three ranks."""
     module = ChangingWeights(kind)
-    trainer_on(3, max_epochs=2).fit(module, data(12))
+    trainer_on(3, max_epochs=2).fit(module, loader(12, 2))
     assert module.gathered == [module.gathered[0]] * 3
 
 
@@ -296,6 +272,6 @@ def test_what_is_drawn_to_prepare_data() -> None:
     for world_size in (1, 2):
         torch.manual_seed(5)
         module = Preparing()
-        trainer_on(world_size, max_epochs=1).fit(module, data(8))
+        trainer_on(world_size, max_epochs=1).fit(module, loader(8, 2))
         found += module.gathered
     assert found == [found[0]] * 3

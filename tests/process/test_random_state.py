@@ -16,8 +16,7 @@ class Dropping(Regression):
         return nn.functional.mse_loss(self(nn.functional.dropout(batch[0])), batch[1])
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        prediction: Tensor = self(nn.functional.dropout(torch.ones_like(batch[0])))
-        return prediction
+        return self.forward(nn.functional.dropout(torch.ones_like(batch[0])))
 
 
 def drawn_after_stages(world_size: int) -> list[Any]:

@@ -10,19 +10,9 @@ import torch
 
 from rankwise.errors import WorkerKilledError
 from tests.helpers.scripts import RunningScript, ScriptRunner
+from tests.process import resume_tasks as tasks
 from tests.process.helpers import ddp, with_tests
-from tests.process.resume_tasks import (
-    SAMPLES,
-    Descending,
-    KillAt,
-    KillWhileSaving,
-    Looking,
-    Net,
-    Noting,
-    Weighing,
-    everything,
-    train,
-)
+from tests.process.resume_tasks import SAMPLES, KillAt, KillWhileSaving, Net, Noting, everything, train
 
 
 def strategy(devices: int, **options: Any) -> Any:
@@ -53,7 +43,8 @@ WITHOUT_COMPLEX = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    ("weighting", "module"), [("logged", Weighing), pytest.param(None, Looking, marks=WITHOUT_COMPLEX)]
+    ("weighting", "module"),
+    [("logged", tasks.Weighing), pytest.param(None, tasks.Looking, marks=WITHOUT_COMPLEX)],
 )
 def test_it_goes_on_to_the_bit(weighting: str | None, module: type[Net], tmp_path: Path) -> None:
     """A run with logged weights, or with sparse and complex gradients, ends the same if it stopped."""
@@ -77,7 +68,7 @@ def resumed_and_whole(
 def test_a_static_graph_goes_on(devices: int, tmp_path: Path) -> None:
     """Two ranks end with the same bits; three, whose first buckets are others, with the same numbers."""
     options = {"static_graph": True}
-    resumed, whole = resumed_and_whole(tmp_path, Descending, devices, options, accumulate=3)
+    resumed, whole = resumed_and_whole(tmp_path, tasks.Descending, devices, options, accumulate=3)
     assert resumed == whole or devices == 3
     for name, values in whole["weights"].items():
         torch.testing.assert_close(torch.tensor(resumed["weights"][name]), torch.tensor(values))
@@ -86,13 +77,15 @@ def test_a_static_graph_goes_on(devices: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 2)])
 def test_other_number_of_ranks(before: int, after: int, tmp_path: Path) -> None:
     """Killed within an epoch, a run goes on with other ranks and sees each sample of the epoch once."""
-    batch = 12  # on all ranks together
+
+    def fit(ranks: int, **options: Any) -> None:
+        options["batch_size"] = 12 // ranks
+        train(strategy(ranks), tmp_path, seed=2 + ranks, module=Noting(tmp_path), **options)
+
     with pytest.raises(WorkerKilledError):
         kill = KillAt(before - 1, 3)
-        train(
-            strategy(before), tmp_path, seed=3, kill=kill, batch_size=batch // before, module=Noting(tmp_path)
-        )
-    train(strategy(after), tmp_path, seed=4, batch_size=batch // after, max_epochs=1, module=Noting(tmp_path))
+        fit(before, kill=kill)
+    fit(after, max_epochs=1)
     seen = {path.stem: torch.load(path).flatten().tolist() for path in tmp_path.glob("*.pt")}
     lost = [f"3-{rank}" for rank in range(after, before)]  # the step that was killed, and was made again
     samples = [int(number) for name, numbers in seen.items() if name not in lost for number in numbers]

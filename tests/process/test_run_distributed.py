@@ -23,6 +23,7 @@ from rankwise.testing import run_distributed
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import PYTEST
 
+QUICK, SOAK = pytest.mark.quick, pytest.mark.soak
 TESTS = Path(__file__).with_name("distributed_cases.py")
 
 
@@ -31,12 +32,7 @@ def place_and_sum(strategy: Strategy, number: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    "start_method",
-    [
-        pytest.param("fork", marks=pytest.mark.quick),
-        "forkserver",
-        pytest.param("spawn", marks=pytest.mark.soak),
-    ],
+    "start_method", [pytest.param("fork", marks=QUICK), "forkserver", pytest.param("spawn", marks=SOAK)]
 )
 def test_values(start_method: str) -> None:
     """The values of all ranks are returned in rank order."""
@@ -86,20 +82,20 @@ def hang(strategy: Strategy) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error"),
+    ("arguments", "error", "text"),
     [
-        ({"timeout": 0}, InvalidArgumentError),
-        ({"timeout": "1"}, InvalidTypeError),
-        ({"world_size": 0}, InvalidArgumentError),
-        ({"world_size": True}, InvalidTypeError),
-        ({"start_method": "popen"}, InvalidArgumentError),
-        ({"world_sise": 2}, TypeError),
+        ({"timeout": 0}, InvalidArgumentError, "timeout=0 is not possible"),
+        ({"timeout": "1"}, InvalidTypeError, "timeout"),
+        ({"world_size": 0}, InvalidArgumentError, "world_size=0"),
+        ({"world_size": True}, InvalidTypeError, "world_size"),
+        ({"start_method": "popen"}, InvalidArgumentError, "popen"),
+        ({"world_sise": 2}, TypeError, "world_sise"),
     ],
     ids=str,
 )
-def test_arguments(arguments: dict[str, Any], error: type[Exception]) -> None:
-    """Impossible arguments are refused before any process starts."""
-    with pytest.raises(error):
+def test_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    """Impossible arguments are refused before any process starts, and named as they were given."""
+    with pytest.raises(error, match=text):
         run_distributed(lambda _: pytest.fail("was started"), **arguments)
 
 
@@ -140,8 +136,7 @@ def test_marked(rank_strategy: DDPStrategy, tmp_path: Path) -> None:
 @pytest.mark.quick
 def test_reports(run_script: ScriptRunner) -> None:
     """A failure on a rank is reported as any other, with the tracebacks of the other ranks."""
-    result = run_script(PYTEST, str(TESTS))
-    assert result.returncode == 1, result
+    result = run_script(PYTEST, str(TESTS)).check_returncode(1)
     for text in (
         "3 failed, 2 passed, 1 skipped, 1 xfailed, 1 warning, 1 error",
         "{'numbers': [1, 2]} != {'numbers': [1, 3]}",  # by pytest's own assertion

@@ -41,23 +41,12 @@ class Unseeded(Shuffled):
         return iter(_UNREACHABLE.sample(range(SAMPLES), SAMPLES))
 
 
-class Follower(Shuffled):
-    """Yields what a callback has set, which each rank may do in another way."""
-
-    def __init__(self, order: list[int]) -> None:
-        self.order = order
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.order)
-
-
 class Reader(TrainingModule):
     """Notes the samples of each stage, which it makes on each rank."""
 
-    global_batch = 4
-
-    def __init__(self, sampler: Any = Shuffled, *arguments: Any) -> None:
+    def __init__(self, sampler: Any = Shuffled, *arguments: Any, global_batch: int = 4) -> None:
         super().__init__()
+        self.global_batch = global_batch
         self.layer = nn.Linear(1, 1)
         self.make = sampler, arguments
         self.read: list[list[float]] = []
@@ -148,13 +137,13 @@ def test_orders_that_differ(stage: str) -> None:
 
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
 def test_orders_that_a_callback_changes(ranks: tuple[int, ...]) -> None:
-    """A callback may change a sampler before an epoch, on all ranks alike."""
+    """A callback may change what a sampler yields before an epoch, on all ranks alike."""
 
     def reverse(trainer: Any, module: Any) -> None:
         if trainer.current_epoch == 1 and trainer.global_rank in ranks:
-            module.sampler.order.reverse()
+            module.sampler.reverse()
 
-    module = Reader(Follower, list(range(SAMPLES)))
+    module = Reader(list, range(SAMPLES))
     trainer = seeded(2, callbacks=LambdaCallback(on_train_epoch_start=reverse))
     if len(ranks) == 1:
         with pytest.raises(WorkerRaisedError, match="what the sampler of training loader 0 draws"):
@@ -190,16 +179,12 @@ class Unsized(Sampler[int]):
             yield from torch.randperm(SAMPLES).tolist()
 
 
-class Streaming(Reader):
-    global_batch = 6
-
-
 @pytest.mark.parametrize("passes", [1, pytest.param(10**6, marks=pytest.mark.quick)])
 def test_random_samplers_without_length(passes: int) -> None:
     """One process draws the order that two and three ranks draw, also of a stream that has no end."""
     found = []
     for devices in (1, 2, 3):
-        module = Streaming(Unsized, passes)
+        module = Reader(Unsized, passes, global_batch=6)
         seeded(devices, limit_train_batches=3).fit(module)
         found.append(steps(module))
     assert found[0] == found[1] == found[2]

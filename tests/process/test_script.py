@@ -28,14 +28,12 @@ from tests.process.helpers import ddp
 SOAK = pytest.mark.soak
 
 SAY = """
-import atexit, json, os, sys, time
+import atexit, functools, json, os, sys, time
 import rankwise
 from rankwise import DDPStrategy, StrategyRegistry
 from rankwise.errors import LaunchRefusedError, WorkerError
 
-def say(*words):
-    sys.stdout.write(" ".join(map(str, words)) + "\\n")  # one write, which no other rank's can cut
-    sys.stdout.flush()
+say = functools.partial(print, flush=True)  # one write, which no other rank's can cut
 """
 
 # Every rank tells what it is; rank 0's launch gives the facts of both to the main process.
@@ -68,8 +66,7 @@ if __name__ == "__main__":
 
 def facts_of_ranks(result: ScriptResult) -> tuple[dict[str, object], dict[str, object]]:
     """Return rank 0's and rank 1's facts; check that the job succeeded."""
-    assert result.returncode == 0, result
-    first, second = json.loads(result.stdout).values()
+    first, second = json.loads(result.check_returncode().stdout).values()
     assert (first["rank"], second["rank"], first["total"], second["total"]) == (0, 1, 2.0, 2.0)
     assert first["pid"] != second["pid"]
     return first, second
@@ -80,17 +77,15 @@ def lines_of(result: ScriptResult, start: str) -> list[str]:
     return sorted(line for line in result.stdout.splitlines() if line.startswith(start))
 
 
+WARNINGS = ["ignore::UserWarning", "default::BytesWarning"]
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         (
             ["-X", "utf8", "-b", "-W", "ignore::UserWarning", "script.py", "--flag", "a b"],
-            {
-                "argv": ["script.py", "--flag", "a b"],
-                "utf8": 1,
-                "bytes_warning": 1,
-                "warnings": ["ignore::UserWarning", "default::BytesWarning"],
-            },
+            {"argv": ["script.py", "--flag", "a b"], "utf8": 1, "bytes_warning": 1, "warnings": WARNINGS},
         ),
         (
             ["-m", "package.train", "--lr", "0.1"],
@@ -101,10 +96,7 @@ def lines_of(result: ScriptResult, start: str) -> list[str]:
             {"bytes_warning": 1, "argv": ["-c", "one", "two"]},
             marks=SOAK,  # tests/unit/processes/test_command_line.py has such commands, too
         ),
-        (
-            ["changed.py", "--kept"],
-            {"argv": ["other", "--gone"], "orig_argv": ["changed.py", "--kept"]},
-        ),
+        (["changed.py", "--kept"], {"argv": ["other", "--gone"], "orig_argv": ["changed.py", "--kept"]}),
     ],
     ids=["script", "module", "code", "changed"],
 )
@@ -118,8 +110,7 @@ def test_the_command_line_is_run_again(
     run_script.write(MAIN.replace("    main()", "    os.chdir('elsewhere')\n    main()"), "package/train.py")
     change = "import os, sys\nos.chdir('elsewhere')\nsys.argv[:] = ['other', '--gone']\n"
     run_script.write(change + MAIN, "changed.py")
-    command = [sys.executable, *words]
-    result = run_script.command(command, cwd=run_script.folder, fresh=words[0] == "changed.py")
+    result = run_script.command([sys.executable, *words], fresh=words[0] == "changed.py")
     first, other = facts_of_ranks(result)
     assert {name: other[name] for name in expected} == expected
     folder = run_script.folder / ("elsewhere" if words[0] in ("-m", "changed.py") else "")
@@ -136,21 +127,13 @@ def test_a_command_of_ones_own_is_run(run_script: ScriptRunner) -> None:
 
 # ---------------------------------------------------------------------- refused at once
 
-REFUSED = f"""{SAY}
-import subprocess
-
-subprocess.Popen = None  # nothing may be started
-try:
-    DDPStrategy(accelerator="cpu", devices=2).launch(print)
-except LaunchRefusedError as error:
-    print("REFUSED", error)
-"""
-
 
 def test_stdin_is_refused(run_script: ScriptRunner) -> None:
     """A script from stdin cannot be run again: the error names the alternative, before anything starts."""
-    result = run_script.command([sys.executable, "-"], stdin=REFUSED)
-    for text in ("REFUSED", "through stdin", 'strategy="ddp_notebook"'):
+    nothing_starts = "sys.modules['subprocess'].Popen = None\ndef job"
+    source = ONE_AFTER_ANOTHER.replace("def job", nothing_starts)
+    result = run_script.command([sys.executable, "-", "ddp"], stdin=source)
+    for text in ("refused 0", "through stdin", 'strategy="ddp_notebook"'):
         assert text in result.stdout, result
 
 
@@ -184,8 +167,8 @@ time.sleep(strategy.global_rank)  # the main script waits for its sibling
 )
 def test_later_launches_use_the_same_processes(kinds: list[str], run_script: ScriptRunner) -> None:
     """Three jobs use one pair of processes; every rank runs to the end of the script, with exit code 0."""
-    result = run_script(THRICE, *kinds, siblings=1)
-    assert (result.returncode, result.stderr) == (0, ""), result
+    result = run_script(THRICE, *kinds, siblings=1).check_returncode()
+    assert result.stderr == "", result
     assert len(set(lines_of(result, "pids"))) == 1
     assert lines_of(result, "0 ") == [f"0 {n} {n} True [0, 1]" for n in range(3)]
     assert lines_of(result, "1 ") == [f"1 {n} {n} True [1]" for n in range(3)]
@@ -217,8 +200,7 @@ for number, name in enumerate(sys.argv[1:]):
 )
 def test_a_launch_that_no_rerun_comes_to_is_refused(names: tuple[str, ...], run_script: ScriptRunner) -> None:
     """A launch that a re-run script would not reach is refused beforehand; "auto" forks then."""
-    result = run_script(ONE_AFTER_ANOTHER, *names, siblings=1)
-    assert result.returncode == 0, result
+    result = run_script(ONE_AFTER_ANOTHER, *names, siblings=1).check_returncode()
     numbers = (0, 2) if "auto" in names else (0,)
     assert lines_of(result, "launch") == [
         f"launch {number} on {rank}" for number in numbers for rank in (0, 1)
@@ -307,8 +289,7 @@ def test_values_and_later_launches(run_script: ScriptRunner) -> None:
     Processes with a private rendezvous have no port, and two cannot continue as three. The next job's value
     replaces the last one's. Each rank has its own value; one that cannot be pickled stays in its process.
     """
-    result = run_script(VALUES, siblings=1)
-    assert result.returncode == 0, result
+    result = run_script(VALUES, siblings=1).check_returncode()
     assert lines_of(result, "big") == [f"big {n} {size} True {size}" for n in (0, 1) for size in (1, 50)]
     assert lines_of(result, "own") == ["own 0 lambda of 0 [0]", "own 1 lambda of 1 [1]"]
     assert result.stdout.count("this script's processes meet privately") == 2
@@ -353,8 +334,7 @@ def test_ctrl_c_at_the_end_of_the_script_is_told(run_script: ScriptRunner) -> No
     running.wait_for("ends")
     running.wait_until_blocked()
     running.send_signal_to_group(signal.SIGINT)
-    result = running.finish(timeout=30)
-    assert result.returncode == 130, result
+    result = running.finish(timeout=30).check_returncode(130)
     assert "KeyboardInterrupt" in result.stderr
 
 
@@ -368,18 +348,14 @@ def test_what_the_script_forks_between_jobs_is_its_own(run_script: ScriptRunner)
         open("outlived", "w").close()
         os._exit(0)
     """
-    result = run_script.start(AFTER.format(code=code), siblings=1).finish(leftover_grace_s=20)
-    assert result.returncode == 0, result
+    run_script.start(AFTER.format(code=code), siblings=1).finish(leftover_grace_s=20).check_returncode()
     assert (run_script.folder / "outlived").exists()
 
 
 def test_a_script_without_a_launch_starts_nothing(run_script: ScriptRunner) -> None:
     """Creating and binding a strategy starts no process."""
-    source = f"""{SAY}
-DDPStrategy(accelerator="cpu", devices=2).bind()
-print([*open(f"/proc/self/task/{{os.getpid()}}/children")])
-"""
-    result = run_script(source)
+    bind = "DDPStrategy(accelerator='cpu', devices=2).bind()"
+    result = run_script(f"{SAY}{bind}\nprint([*open(f'/proc/self/task/{{os.getpid()}}/children')])")
     assert result.stdout == "[]\n", result
 
 
@@ -387,8 +363,7 @@ print([*open(f"/proc/self/task/{{os.getpid()}}/children")])
 def test_spawn_without_the_main_guard_says_what_to_do(run_script: ScriptRunner) -> None:
     """A script that launches while a worker imports it: the end of the error names the main guard."""
     source = "import rankwise\nrankwise.DDPSpawnStrategy(accelerator='cpu', devices=2).launch(print)"
-    result = run_script(source)
-    assert result.returncode == 1
+    result = run_script(source).check_returncode(1)
     assert "was used while the main module was still being imported" in result.stderr
     assert result.stderr.rstrip().endswith('under: if __name__ == "__main__":')
 
@@ -405,8 +380,7 @@ def test_a_sibling_that_does_not_join_is_an_error(
     plain: str, changed: str, text: str, run_script: ScriptRunner
 ) -> None:
     """A command that ends before it joins the job, or goes another way, is named; the script fails."""
-    result = run_script(MAIN.replace(plain, changed), siblings=int(plain != "devices=2"))
-    assert result.returncode == 1, result
+    result = run_script(MAIN.replace(plain, changed), siblings=int(plain != "devices=2")).check_returncode(1)
     assert re.search(f"(?s){text}", result.stderr)
 
 
@@ -421,7 +395,6 @@ def test_command_must_be_words() -> None:
 @pytest.mark.parametrize("text", ["", "x", "[1, 2]", "{}"])
 def test_a_damaged_description_of_a_worker_is_refused(text: str, run_script: ScriptRunner) -> None:
     """The error names the variable: it is of nobody but rankwise."""
-    result = run_script("import rankwise", env={CONTEXT_VARIABLE: text})
-    assert result.returncode == 1
+    result = run_script("import rankwise", env={CONTEXT_VARIABLE: text}).check_returncode(1)
     text = f"ProcessGroupError: What was read as the environment variable {CONTEXT_VARIABLE} is"
     assert text in result.stderr

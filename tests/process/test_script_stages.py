@@ -132,7 +132,7 @@ UNSEEDED = """
     numbers = [random.random(), float(torch.rand(())), float(np.random.rand()), float(torch.randn(()))]
     training, _ = random_split(torch.arange(40).tolist(), [32, 8])
     numbers += list(training.indices)
-    sys.stdout.write(json.dumps(numbers) + "\\n")
+    print(json.dumps(numbers), flush=True)
     {second}
     quiet_trainer("ddp", 3, max_epochs=1).fit(Regression(), loader(12, 2))
 """
@@ -149,6 +149,5 @@ def test_processes_begin_with_the_same_random_state(
     """Numbers of torch, NumPy and Python, and a random split, are the same before the launch."""
     siblings = 2 if first else 0  # without `first`, nothing has been imported before
     result = run_script(UNSEEDED.format(first=first, second=second), env=with_tests(), siblings=siblings)
-    assert result.returncode == 0, result
-    numbers, *others = result.stdout.splitlines()
+    numbers, *others = result.check_returncode().stdout.splitlines()
     assert others == [numbers] * 2

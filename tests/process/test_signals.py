@@ -11,19 +11,13 @@ import pytest
 from tests.helpers.scripts import RunningScript, ScriptRunner
 from tests.process.helpers import ddp
 
-INTERRUPTED = -signal.SIGINT  # what subprocess says of a process that a shell reports as 130
-
 JOB = """
-    import signal, sys, time
-    import rankwise
+    import functools, signal, sys, time
     from rankwise.strategies import DDPStrategy
     import torch, torch.distributed as dist
 
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup leaves it ignored
-
-    def say(*words):
-        sys.stdout.write(" ".join(map(str, words)) + "\\n")
-        sys.stdout.flush()
+    say = functools.partial(print, flush=True)
 
     def job(strategy, what):
         strategy.barrier()
@@ -57,13 +51,9 @@ JOB = """
 def start(run_script: ScriptRunner, start_method: str, what: str = "sleep") -> RunningScript:
     """Start the job and wait until both ranks are busy."""
     running = run_script.start(JOB, start_method, what, siblings=int(start_method == "popen"))
-    _wait_until_busy(running, 2)
-    return running
-
-
-def _wait_until_busy(running: RunningScript, count: int) -> None:
-    running.wait_for("busy", count=count)
+    running.wait_for("busy", count=2)
     time.sleep(0.2)
+    return running
 
 
 @pytest.mark.parametrize(
@@ -86,12 +76,13 @@ def test_ctrl_c(start_method: str, what: str, run_script: ScriptRunner) -> None:
     # A rank that waits in a collective is woken by the end of its peer.
     assert cleaned == ["cleaned 0", "cleaned 1"]
 
-    _wait_until_busy(running, 4)
+    running.wait_for("busy", count=4)
+    time.sleep(0.2)
     sent = time.monotonic()
     running.send_signal_to_group(signal.SIGINT)
     result = running.finish(timeout=30)
     assert time.monotonic() - sent < 30
-    assert result.returncode == INTERRUPTED, result
+    assert result.returncode == -signal.SIGINT, result  # a shell reports it as 130
     assert result.stdout.count("caught KeyboardInterrupt()") == 2
     assert result.stderr.count("Traceback (most recent call last)") == 1, result
 
@@ -134,28 +125,23 @@ def test_a_handler_of_ones_own_decides(run_script: ScriptRunner) -> None:
     running = run_script.start(OWN_HANDLER)
     running.wait_for("busy", count=2)
     running.send_signal_to_group(signal.SIGINT)
-    result = running.finish(timeout=30)
-    assert result.returncode == 0, result
+    result = running.finish(timeout=30).check_returncode()
     assert "value" in result.stdout
 
 
 BEGINNING = """
     import signal, sys
+    from functools import partial
     from rankwise.strategies import DDPStrategy
 
-    def say(when):  # a line in one piece: two ranks share this stdout
-        is_blocked = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        sys.stdout.write(f"{when} {is_blocked}\\n")
-        sys.stdout.flush()
+    def say(when, strategy=None):
+        print(when, signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()), flush=True)
 
     if __name__ == "__mp_main__":
         say("blocked")
 
-    def job(strategy):
-        say("then")
-
     if __name__ == "__main__":
-        DDPStrategy(start_method=sys.argv[1], accelerator="cpu", devices=2).launch(job)
+        DDPStrategy(start_method=sys.argv[1], accelerator="cpu", devices=2).launch(partial(say, "then"))
 """
 
 
@@ -167,15 +153,14 @@ def test_ctrl_c_does_not_disturb_ranks_that_import(start_method: str, run_script
     assert sorted(result.stdout.splitlines()) == ["blocked True"] * 2 + ["then False"] * 2, result
 
 
-def is_interrupt_blocked() -> None:
-    """Exit with 1 if SIGINT is blocked."""
+def exit_with_1_if_interrupts_are_blocked() -> None:
     sys.exit(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
 
 
 def test_the_users_own_processes_hear_ctrl_c() -> None:
     """Other processes of the forkserver that a launch has started can be interrupted."""
     ddp("forkserver").launch(print)
-    process = multiprocessing.get_context("forkserver").Process(target=is_interrupt_blocked)
+    process = multiprocessing.get_context("forkserver").Process(target=exit_with_1_if_interrupts_are_blocked)
     process.start()
     process.join()
     assert process.exitcode == 0

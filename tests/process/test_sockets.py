@@ -44,12 +44,12 @@ JOB = """
                 stay_up()
 
     if __name__ == "__main__":
-        if sys.argv[1] == "fit":
-            quiet_trainer(sys.argv[2], 2, max_epochs=1).fit(Line(), loader(8, 2))
+        how, what = sys.argv[1:]
+        if how == "fit":
+            quiet_trainer(what, 2, max_epochs=1).fit(Line(), loader(8, 2))
         else:
-            start_method, rendezvous = sys.argv[1:]
-            options = {"rendezvous": rendezvous, "accelerator": "cpu", "devices": 2}
-            DDPStrategy(start_method=start_method, **options).launch(job)
+            options = {"rendezvous": what, "accelerator": "cpu", "devices": 2}
+            DDPStrategy(start_method=how, **options).launch(job)
 """
 
 
@@ -217,8 +217,7 @@ def test_more_connections_than_a_rank_may_open_files(start_method: str, run_scri
             connection.connect_ex(("127.0.0.1", port))
         time.sleep(0.5)  # the job goes on meanwhile
         (run_script.folder / "stop").touch()
-        result = running.finish()
-    assert result.returncode == 0, result
+        result = running.finish().check_returncode()
     assert result.stdout.count("2.0") == (2 if start_method == "popen" else 1), result
 
 

@@ -60,30 +60,23 @@ def test_sigterm(strategy: str, who: str, options: str, run_script: ScriptRunner
     check(running, tmp_path)
 
 
-LONG = pytest.mark.timeout(3600)
+LONG = [pytest.mark.soak, pytest.mark.timeout(3600)]
 RUNS = int(os.environ.get("RANKWISE_SOAK_RUNS", "50"))
 
 
 @pytest.mark.parametrize(
-    ("who", "rounds"),
-    [
-        ("group", 2),
-        *(pytest.param(who, RUNS * 4 // 5, marks=[pytest.mark.soak, LONG]) for who in WHO),
-    ],
+    ("who", "rounds"), [("group", 2), *(pytest.param(who, RUNS * 4 // 5, marks=LONG) for who in WHO)]
 )
 def test_sigterm_again_and_again(who: str, rounds: int, run_script: ScriptRunner, tmp_path: Path) -> None:
     """SIGTERM at random moments, in jobs forked from a process that has imported everything."""
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     arguments = ("series", who, str(rounds), str(seed), str(tmp_path))
-    result = run_script(SCRIPT, *arguments, env=with_tests(), timeout=60 + 60 * rounds)
-    assert result.returncode == 0, result
+    result = run_script(SCRIPT, *arguments, env=with_tests(), timeout=60 + 60 * rounds).check_returncode()
     assert result.stdout.count("in order") == rounds, result
 
 
-@pytest.mark.soak
-@LONG
-@pytest.mark.parametrize("who", WHO)
+@pytest.mark.parametrize("who", [pytest.param(who, marks=LONG) for who in WHO])
 def test_sigterm_with_every_strategy(who: str, run_script: ScriptRunner, tmp_path: Path) -> None:
     """The rest of the fifty rounds: strategies whose ranks import everything again."""
     seed = random.randrange(1 << 30)
@@ -117,8 +110,7 @@ def test_should_stop_on_one_rank(run_script: ScriptRunner, tmp_path: Path) -> No
         time.sleep(pause_s)
     assert running.processes()
     running.send_signal(signal.SIGTERM)
-    result = running.finish(timeout=30)
-    assert result.returncode == CODE, result
+    running.finish(timeout=30).check_returncode(CODE)
     assert not (tmp_path / "last.ckpt").exists()
 
 
@@ -191,5 +183,4 @@ def test_sigterm_where_no_step_ends(start_method: str, run_script: ScriptRunner)
     running = run_script.start(HANGING, start_method, env=with_tests(), siblings=1)
     running.wait_for("hanging", count=2, timeout=60)
     running.send_signal(signal.SIGTERM)
-    result = running.finish(timeout=40)
-    assert result.returncode == CODE, result
+    running.finish(timeout=40).check_returncode(CODE)

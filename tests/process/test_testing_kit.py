@@ -191,9 +191,7 @@ def test_faults(fault: Fault, error: type[Exception]) -> None:
     """The fault happens on its rank, at its step or phase."""
     with inject_faults(fault) as injection, pytest.raises(error, match=f"global_rank={fault.rank}"):
         quiet_trainer(ddp("fork", timeout=3.0), 2, max_steps=4).fit(Regression(), loader(16, 2))
-    happened_s = injection.happened_s(fault)
-    assert happened_s is not None
-    assert time.monotonic() - happened_s < 30
+    assert time.monotonic() - (injection.happened_s(fault) or 0) < 30
 
 
 def steps(strategy: Strategy) -> list[float]:
@@ -257,9 +255,3 @@ def test_wrong_arguments(make: Any, error: type[Exception]) -> None:
     """What cannot be is refused at once."""
     with pytest.raises(error):
         make()
-
-
-def test_a_wrong_timeout() -> None:
-    """It is named as it was given."""
-    with pytest.raises(InvalidArgumentError, match="timeout=0 is not possible"):
-        run_distributed(print, timeout=0)

@@ -45,7 +45,7 @@ def test_a_daemon_thread_that_launched(method: str, how: str, run_script: Script
     running = run_script.start(SCRIPT, method, how)
     running.wait_for("both busy", timeout=50)
     result = running.finish(timeout=30, leftover_grace_s=20)  # of the time that unloading torch takes
-    assert result.returncode == (1 if how == "raise" else 0), result
+    result.check_returncode(int(how == "raise"))
 
 
 COUNT = """
@@ -57,8 +57,7 @@ COUNT = """
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
             if batch_idx == 2:
                 names = sorted(each.name for each in threading.enumerate() if "rankwise-" in each.name)
-                sys.stdout.write(json.dumps([trainer.global_rank, names]) + "\\n")
-                sys.stdout.flush()
+                print(json.dumps([trainer.global_rank, names]), flush=True)
 
     if __name__ == "__main__":
         for strategy in sys.argv[1:]:
@@ -79,8 +78,7 @@ def test_a_rank_has_few_threads(strategies: str, launcher: Iterable[str], run_sc
     """While it trains, a rank has at most two threads of ours beside the main one."""
     names = strategies.split()
     command = [sys.executable, *launcher, str(run_script.write(COUNT)), *names]
-    result = run_script.command(command, env=with_tests())
-    assert result.returncode == 0, result
+    result = run_script.command(command, env=with_tests()).check_returncode()
     counted = sorted(map(json.loads, result.stdout.splitlines()))
     assert [rank for rank, _ in counted] == [0] * len(names) + [1] * len(names)
     assert all(1 <= len(names) <= 2 for _, names in counted), counted

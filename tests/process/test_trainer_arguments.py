@@ -12,7 +12,7 @@ from torch import Tensor
 from rankwise.callbacks import LambdaCallback, Timer
 from rankwise.profilers import SimpleProfiler
 from rankwise.trainer.loops import validation
-from tests.process.training_tasks import Regression, loader, quiet_trainer
+from tests.process.training_tasks import Regression, loader, trainer_on
 
 
 def stop(trainer: Any, *_: Any) -> None:
@@ -53,36 +53,35 @@ class Draws(Regression):
 def test_arguments_of_fit() -> None:
     """Training on the first batches of the data, until `min_steps` are done, is one process's."""
     results = []
-    for strategy, size in (("single_device", 1), ("ddp_fork", 2)):
+    for size in (1, 2):
         model, batch_size = Draws(), 8 // size
         options = {"max_epochs": 4, "overfit_batches": 2, "num_sanity_val_steps": 1, "min_steps": 5}
-        trainer = quiet_trainer(strategy, size, callbacks=LambdaCallback(on_train_batch_end=stop), **options)
+        trainer = trainer_on(size, callbacks=LambdaCallback(on_train_batch_end=stop), **options)
         trainer.fit(model, loader(32, batch_size, shuffle=True), loader(16, batch_size))
         assert (trainer.global_step, model.checked) == (5, 1)
         assert (trainer.state.fn, trainer.state.finished, trainer.interrupted) == ("fit", True, False)
         assert (trainer.num_devices, trainer.node_rank, trainer.model) == (size, 0, model)
-        results.append(torch.cat([each.detach().flatten() for each in model.parameters()]))
-    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-12)
+        results.append([*model.parameters()])
+    torch.testing.assert_close(*results, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("is_on", [True, False])
 def test_inference_mode(is_on: bool) -> None:
     """Evaluation in inference mode gathers metrics and predictions on gloo."""
-    model, alone = Draws(), Draws()
-    trainer = quiet_trainer("ddp_fork", 2, inference_mode=is_on)
-    expected = quiet_trainer("single_device", 1, inference_mode=is_on)
-    (metrics,), (others,) = trainer.test(model, loader(14, 4)), expected.test(alone, loader(14, 4))
-    assert metrics == pytest.approx(others)
-    predictions, ours = trainer.predict(model, loader(14, 4)), expected.predict(alone, loader(14, 4))
-    torch.testing.assert_close(torch.cat(predictions), torch.cat(ours))
-    assert set(model.modes) == set(alone.modes) == {is_on}
+    found = []
+    for size in (1, 2):
+        model, trainer = Draws(), trainer_on(size, inference_mode=is_on)
+        [metrics] = trainer.test(model, loader(14, 4))
+        found.append((metrics, torch.cat(trainer.predict(model, loader(14, 4)))))
+        assert set(model.modes) == {is_on}
+    torch.testing.assert_close(*found, check_dtype=False)
 
 
 @pytest.mark.quick
 def test_each_rank_has_a_profile(tmp_path: Path) -> None:
     """Each rank measures its own batches, and writes a file; the caller gets what rank 0 has measured."""
     profiler = SimpleProfiler(tmp_path, "mine")
-    trainer = quiet_trainer("ddp_fork", 2, max_epochs=1, profiler=profiler)
+    trainer = trainer_on(2, max_epochs=1, profiler=profiler)
     trainer.fit(Draws(), loader(16, 4))
     assert profiler.summary() == (tmp_path / "fit-mine-0.txt").read_text().strip()
     assert len(profiler.recorded_durations["training_step"]) == 2
@@ -101,7 +100,7 @@ class SeesValidation(Draws):
 
 def test_validation_after_a_time() -> None:
     """Rank 0's clock decides for all ranks."""
-    trainer = quiet_trainer("ddp_fork", 2, max_epochs=1, val_check_interval=timedelta(microseconds=1))
+    trainer = trainer_on(2, max_epochs=1, val_check_interval=timedelta(microseconds=1))
     trainer.fit(SeesValidation(), loader(16, 4), loader(8, 4))
     assert "val_loss" in trainer.callback_metrics
 
@@ -110,14 +109,14 @@ class OneRankIsLate(Regression):
     """On rank 1 alone an hour passes in batch 1."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        [timer] = [callback for callback in self.trainer.callbacks if isinstance(callback, Timer)]
         if batch_idx == 1 and self.global_rank == 1:
+            [timer] = [each for each in self.trainer.callbacks if isinstance(each, Timer)]
             timer.load_state_dict({"time_elapsed": 3600.0})
 
 
 def test_one_ranks_time_ends_training_on_all() -> None:
     """No rank waits for a stopped one, and the caller has the number of steps."""
-    trainer = quiet_trainer("ddp_fork", 2, max_epochs=50, max_time={"hours": 1})
+    trainer = trainer_on(2, max_epochs=50, max_time={"hours": 1})
     trainer.fit(OneRankIsLate(), loader(48, 4))
     assert 2 <= trainer.global_step < 300
     assert trainer.should_stop

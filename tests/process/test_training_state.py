@@ -44,15 +44,14 @@ def test_everything_comes_back(strategy: str, tmp_path: Path) -> None:
         each.max_epochs = 3
         each.fit(each_module, loader(48, 8 if each is expected else 4), loader(15, 4))
 
-    assert (trainer.global_step, trainer.current_epoch) == (expected.global_step, expected.current_epoch)
-    assert (trainer.global_step, trainer.current_epoch) == (18, 3)
+    assert [(each.global_step, each.current_epoch) for each in (trainer, expected)] == [(18, 3)] * 2
     assert all(mine is still for mine, still in zip(parameters, module.parameters(), strict=True))
-    expected_parameters = list(expected_module.parameters())
-    torch.testing.assert_close(parameters, expected_parameters, rtol=0, atol=1e-6)
+    torch.testing.assert_close(parameters, [*expected_module.parameters()], rtol=0, atol=1e-6)
     check_optimizers(trainer, expected, module)
     for name in ("train_loss", "val_loss"):
-        value = float(expected.callback_metrics[name])
-        assert float(trainer.callback_metrics[name]) == pytest.approx(value, abs=1e-9)
+        torch.testing.assert_close(
+            trainer.callback_metrics[name], expected.callback_metrics[name], rtol=0, atol=1e-9
+        )
     check_checkpoint(trainer, tmp_path / "two")
     check_evaluation(trainer, module, expected, expected_module)
 
@@ -101,10 +100,9 @@ def check_checkpoint(trainer: Trainer, folder: Path) -> None:
 
 def check_evaluation(trainer: Trainer, module: Regression, expected: Trainer, other: Regression) -> None:
     """Each of 15 samples counts once, and predictions are whole and in order."""
-    [mine] = trainer.test(module, loader(15, 4))
-    [theirs] = expected.test(other, loader(15, 4))
-    assert mine["samples"] == theirs["samples"] == 15
-    assert mine["test_loss"] == pytest.approx(theirs["test_loss"], abs=1e-9)
+    [mine], [theirs] = trainer.test(module, loader(15, 4)), expected.test(other, loader(15, 4))
+    assert mine == pytest.approx(theirs, abs=1e-9)
+    assert mine["samples"] == 15
     predictions = trainer.predict(module, loader(15, 4))
     assert predictions is not None
     assert [len(batch) for batch in predictions] == [4, 4, 4, 3]
@@ -212,17 +210,15 @@ class FailsToSend(Callback):
 
 
 class FailsToLoad(Callback):
-    """Has states that cannot be pickled, read or loaded, as `way` says."""
+    """Has states that cannot be pickled, read or loaded, as `state_key` says."""
 
-    def __init__(self, way: str) -> None:
-        self.way = way
+    state_key = ""
 
-    @property
-    def state_key(self) -> str:
-        return f"FailsToLoad {self.way}"
+    def __init__(self, state_key: str) -> None:
+        self.state_key = state_key
 
     def state_dict(self) -> dict[str, Any]:
-        return {"value": {"pickle": lambda: None, "read": OnlyThere(), "load": None}[self.way]}
+        return {"value": {"pickle": lambda: None, "read": OnlyThere(), "load": None}[self.state_key]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         raise RuntimeError("cannot be loaded")
@@ -250,8 +246,7 @@ def test_what_cannot_come_back_fails_alone(strategy: str) -> None:
     sender: Any = trainer.callbacks[0]
     assert (sender.note, sender.probe) == ("new", None)
     assert not {"added", "unreadable"} & module._modules.keys()
-    fine: Any = module.fine
-    assert isinstance(fine, nn.Linear)
+    assert isinstance(module.fine, nn.Linear)
     for lost in (
         "probe: ValueError: Default process group",
         "optimizers (AttributeError: Can't pickle local object",

@@ -17,7 +17,7 @@ from rankwise import DDPForkStrategy
 from rankwise.callbacks import Callback, ModelCheckpoint, WeightAveraging
 from rankwise.errors import WorkerRaisedError
 from rankwise.trainer import Trainer
-from tests.process.training_tasks import Regression, dataset, quiet_trainer, step_by_hand
+from tests.process.training_tasks import Regression, dataset, quiet_trainer, step_by_hand, trainer_on
 
 EPOCHS = 3
 JOIN: dict[str, Any] = {"uneven_inputs": "join", "use_distributed_sampler": False}
@@ -63,8 +63,7 @@ def fitted(
     trainer = quiet_trainer(strategy, devices, max_epochs=EPOCHS, **options)
     module = Watched()
     trainer.fit(module, loader, ckpt_path=ckpt_path)
-    weights = {name: value.detach().clone() for name, value in module.named_parameters()}
-    return weights, trainer
+    return dict(module.named_parameters()), trainer
 
 
 def by_hand(steps: list[list[int]]) -> dict[str, Tensor]:
@@ -78,7 +77,7 @@ def by_hand(steps: list[list[int]]) -> dict[str, Tensor]:
             nn.functional.mse_loss(module(x), y).backward()
             optimizer.step()
         scheduler.step()
-    return {name: value.detach() for name, value in module.named_parameters()}
+    return dict(module.named_parameters())
 
 
 def assert_equal(weights: dict[str, Tensor], steps: list[list[int]]) -> None:
@@ -251,14 +250,8 @@ def test_hooks_of_batches_see_each_sample_once(world_size: int, tmp_path: Path) 
     """They are not called for padding steps, which `is_padding_step` tells the step."""
     counting = CountingCallback()
     saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
-    trainer = quiet_trainer(
-        "ddp_fork" if world_size > 1 else "single_device",
-        world_size,
-        max_epochs=1,
-        uneven_inputs="join",
-        callbacks=[counting, Averaging(), saving],
-        enable_checkpointing=True,
-    )
+    callbacks = {"callbacks": [counting, Averaging(), saving], "enable_checkpointing": True}
+    trainer = trainer_on(world_size, max_epochs=1, uneven_inputs="join", **callbacks)
     data = dataset(13)
     trainer.fit(Seeing(), DataLoader(data, 6 // world_size))
     first = data.tensors[0][:, 0]
@@ -282,7 +275,7 @@ class Exchanging(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.place in ("step", "manual"):
             self.all_gather(batch[0].sum())
-        loss: Tensor = super().training_step(batch, batch_idx)
+        loss = super().training_step(batch, batch_idx)
         if not self.automatic_optimization:
             step_by_hand(self, loss)
         return loss

@@ -59,8 +59,7 @@ SCRIPT = """
 
 def test_few_files_and_calls(run_script: ScriptRunner) -> None:
     """Whoever follows a fit to its first step reads few files, and none of a feature that it does not use."""
-    result = run_script(SCRIPT, env=with_tests())
-    assert result.returncode == 0, result
+    result = run_script(SCRIPT, env=with_tests()).check_returncode()
     passed: dict[str, int] = json.loads(result.stdout)
     assert len(passed) <= MOST_FILES, sorted(passed)
     assert sum(passed.values()) <= MOST_CALLS, sorted(passed.items(), key=lambda item: -item[1])

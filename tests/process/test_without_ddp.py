@@ -47,7 +47,6 @@ AVERAGING: dict[str, Callable[[], Strategy]] = {
     "wrapper": lambda: Wrapping(**CPU),
     "models": lambda: ModelAveraging(period=1, **CPU),
 }
-Weights = dict[str, Tensor]
 
 
 class ByHand(Regression):
@@ -61,7 +60,7 @@ class ByHand(Regression):
         optimizer = self.optimizers()
         is_last = batch_idx % 2 == 1
         with self.no_backward_sync(enabled=not is_last):
-            loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+            loss = super().training_step(batch, batch_idx)
             self.manual_backward(loss / 2)
         if is_last:
             optimizer.step()
@@ -69,11 +68,11 @@ class ByHand(Regression):
         return loss
 
 
-def fit(strategy: Any, devices: int, module: Regression, **arguments: Any) -> Weights:
+def fit(strategy: Any, devices: int, module: Regression, **arguments: Any) -> dict[str, Tensor]:
     """Train two epochs of 24 samples; return the weights."""
     trainer = quiet_trainer(strategy, devices, max_epochs=2, **arguments)
     trainer.fit(module, loader(24, 4 // devices))
-    return {name: value.detach().clone() for name, value in module.net.state_dict().items()}
+    return module.net.state_dict()
 
 
 KINDS: dict[str, tuple[type[Regression], dict[str, Any]]] = {
@@ -84,7 +83,7 @@ KINDS: dict[str, tuple[type[Regression], dict[str, Any]]] = {
 
 @pytest.fixture
 @computed_once
-def expected() -> dict[str, Weights]:
+def expected() -> dict[str, dict[str, Tensor]]:
     """The weights of one process, for each kind of optimisation."""
     return {kind: fit("single_device", 1, make(), **options) for kind, (make, options) in KINDS.items()}
 
@@ -92,7 +91,7 @@ def expected() -> dict[str, Weights]:
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", AVERAGING)
-def test_training_equals_one_process(name: str, kind: str, expected: dict[str, Weights]) -> None:
+def test_training_equals_one_process(name: str, kind: str, expected: dict[str, Any]) -> None:
     """Windows of two batches, automatic and manual, have one process's weights."""
     make, options = KINDS[kind]
     found = fit(AVERAGING[name](), 2, make(), **options)
@@ -212,7 +211,7 @@ def test_mistakes(mistake: str) -> None:
         (
             lambda: weights(Embedded(), Strategy(**CPU), 2),
             WorkerRaisedError,
-            "Strategy cannot average sparse gradients",
+            "cannot average sparse gradients",
         ),
         (
             lambda: fit(Strategy(sync_batchnorm=True, **CPU), 2, Regression()),

@@ -73,17 +73,14 @@ def without_optional(tmp_path: Path) -> dict[str, str]:
 )
 def test_training(run_script: ScriptRunner, without_optional: dict[str, str], strategy: str) -> None:
     """Training on one process and on two gives equal weights without NumPy."""
-    result = run_script(PROGRAM, strategy, env=without_optional)
-    assert result.returncode == 0, result
-    assert "trained" in result.stdout
+    assert "trained" in run_script(PROGRAM, strategy, env=without_optional).check_returncode().stdout
 
 
 @pytest.mark.soak  # it starts ranks by every method
 def test_doctor(run_script: ScriptRunner, without_optional: dict[str, str]) -> None:
     """The doctor finds nothing wrong without NumPy."""
     command = [sys.executable, "-m", "rankwise", "doctor", "--json"]
-    result = run_script.command(command, env=without_optional, timeout=110)
-    assert result.returncode == 0, result
+    result = run_script.command(command, env=without_optional, timeout=110).check_returncode()
     assert json.loads(result.stdout)["ok"] is True
 
 
@@ -105,10 +102,9 @@ def requirements(name: str, found: set[str]) -> None:
 def link_distribution(name: str, folder: Path) -> None:
     """Make an installed distribution importable from `folder`."""
     distribution = importlib.metadata.distribution(name)
-    for top in {Path(file).parts[0] for file in distribution.files or [] if not str(file).startswith("..")}:
-        source = Path(str(distribution.locate_file(top)))
-        if not (folder / top).exists() and top != "__pycache__":
-            (folder / top).symlink_to(source)
+    for top in {Path(file).parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
+        if not (folder / top).exists():
+            (folder / top).symlink_to(str(distribution.locate_file(top)))
 
 
 @pytest.mark.soak
@@ -135,8 +131,6 @@ def test_a_wheel_alone(run_script: ScriptRunner, tmp_path: Path) -> None:
     assert str(packages) in listed.stdout, listed
     program = run_script.write(PROGRAM)
     for strategy in ("ddp_fork", "ddp_spawn", "ddp"):
-        result = run_script.command([python, str(program), strategy], env=plain, timeout=300)
-        assert result.returncode == 0, result
-        assert "trained" in result.stdout
-    doctor = run_script.command([python, "-m", "rankwise", "doctor"], env=plain, timeout=300)
-    assert doctor.returncode == 0, doctor
+        trained = run_script.command([python, str(program), strategy], env=plain, timeout=300)
+        assert "trained" in trained.check_returncode().stdout
+    run_script.command([python, "-m", "rankwise", "doctor"], env=plain, timeout=300).check_returncode()

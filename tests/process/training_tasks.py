@@ -42,8 +42,7 @@ class Regression(TrainingModule):
         self.log("samples", float(len(batch[0])), reduce_fx="sum", sync_dist=True)
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        prediction: Tensor = self(batch[0])
-        return prediction
+        return self.forward(batch[0])
 
     def configure_optimizers(self) -> Any:
         if self.optimizer_name == "sgd":
@@ -75,9 +74,7 @@ class CountingStrategy(DDPStrategy):
         return wrapper
 
 
-def count_and_reduce(
-    state: nn.Module, bucket: torch.distributed.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
+def count_and_reduce(state: nn.Module, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket, and count it."""
     state.get_buffer("reductions").add_(1)
     everybody: Any = torch.distributed.group.WORLD
@@ -110,13 +107,8 @@ def loader(samples: int, batch_size: int, *, shuffle: bool = False) -> DataLoade
 
 def quiet_trainer(strategy: Any, devices: int | str, **arguments: Any) -> Trainer:
     """Return a Trainer that writes nothing."""
-    quiet: dict[str, Any] = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "accelerator": "cpu",
-    }
-    return Trainer(strategy=strategy, devices=devices, **{**quiet, **arguments})
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    return Trainer(strategy=strategy, devices=devices, **{"accelerator": "cpu", **quiet, **arguments})
 
 
 def trainer_on(world_size: int, **arguments: Any) -> Trainer:
@@ -144,4 +136,4 @@ def train_twenty_steps(strategy: Any, devices: int, accumulate: int) -> dict[str
     trainer = quiet_trainer(strategy, devices, max_steps=20, accumulate_grad_batches=accumulate)
     module = Regression()
     trainer.fit(module, loader(20 * 8 * accumulate, batch_size))
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+    return module.state_dict()
