@@ -220,9 +220,10 @@ class Failing(Module):
     def training_step(self, batch, batch_idx):
         if self.trainer.global_step == 2 and self.global_rank == 1:
             Path("failed_s").write_text(str(time.monotonic()))
+            print("failing", flush=True)
             if sys.argv[2] == "raise":
                 raise ValueError("loss is nan")
-            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60) if sys.argv[2] == "sleep" else os.kill(os.getpid(), signal.SIGKILL)
         return super().training_step(batch, batch_idx)
 
 class Report(pl.Callback):
@@ -278,28 +279,14 @@ def test_a_rank_of_torchrun_that_fails(run_script: ScriptRunner, what: str, text
     assert ended_s - float((run_script.folder / "failed_s").read_text()) < 5 * slowdown(), result
 
 
-SLOW = """
-import rankwise.integrations.lightning
-
-class Slow(Module):
-    def training_step(self, batch, batch_idx):
-        print("training", self.global_rank, flush=True)
-        time.sleep(60 if self.trainer.global_step == 1 and self.global_rank == 1 else 0)
-        return super().training_step(batch, batch_idx)
-
-if __name__ == "__main__":
-    trainer = pl.Trainer(strategy=sys.argv[1], devices=2, logger=False, **QUIET)
-    trainer.fit(Slow(), loader(2))
-"""
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=SOAK)])
 @pytest.mark.parametrize("how", STARTS)
 def test_a_signal_ends_all_ranks(run_script: ScriptRunner, how: str, number: signal.Signals) -> None:
     """Ctrl-C, and SIGTERM, end every rank, also one that sleeps and one that waits in a collective."""
-    running = start(run_script, BEGIN + SLOW, how, env=WITHOUT_COVERAGE)
-    running.wait_for("training", count=4, timeout=120)
+    running = start(run_script, BEGIN + FAILURE, how, "sleep", env=WITHOUT_COVERAGE)
+    running.wait_for("failing", timeout=120)
+    time.sleep(0.3)  # so that rank 0 waits for the other one
     sent_s = time.monotonic()
     running.send_signal_to_group(number) if number == signal.SIGINT else running.send_signal(number)
     result = running.finish(timeout=30)
@@ -347,19 +334,17 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("how", STARTS)
-def test_fabric(run_script: ScriptRunner, how: str) -> None:
-    """Two ranks of Fabric train as one."""
-    alone, together, ranks = last_line(run(run_script, FABRIC + LAUNCH, how, "function"))
-    assert together == pytest.approx(alone, abs=1e-6)
-    assert ranks == [0, 1]
-
-
-@pytest.mark.parametrize("how", ["rankwise_ddp", pytest.param(TORCHRUN, marks=SOAK)])
-def test_fabric_without_a_function(run_script: ScriptRunner, how: str) -> None:
-    """`fabric.launch()` makes every rank run the rest of the script."""
-    alone, together, ranks = last_line(run(run_script, FABRIC + LAUNCH, how, "end"))
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        pytest.param("rankwise_ddp_fork", "function", marks=pytest.mark.quick),
+        *(pytest.param(how, "function", marks=SOAK) for how in (*OTHERS, TORCHRUN)),
+        *(("rankwise_ddp", "end"), pytest.param(TORCHRUN, "end", marks=SOAK)),
+    ],
+)
+def test_fabric(run_script: ScriptRunner, how: str, what: str) -> None:
+    """Two ranks of Fabric train as one: in a function, and in the rest of a script after `launch()`."""
+    alone, together, ranks = last_line(run(run_script, FABRIC + LAUNCH, how, what))
     assert together == pytest.approx(alone, abs=1e-6)
     assert ranks == [0, 1]
 
