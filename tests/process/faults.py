@@ -94,6 +94,12 @@ def be_busy(when: str) -> None:
     elif when == "loop":
         while time.monotonic() < end:
             sum(range(1000))
+    elif when == "computation":
+        sum(range(10**12))  # in one call of C code, with the interpreter's lock
+    elif when == "write":
+        pipe = os.pipe()[1]
+        while True:
+            os.write(pipe, bytes(1 << 16))  # which nobody reads
     elif when == "store":
         dist.distributed_c10d._get_default_store().wait(["never set"], timedelta(seconds=60))
 

@@ -59,6 +59,10 @@ def with_tests(more: Mapping[str, str | None] | None = None) -> dict[str, str | 
     return {"PYTHONPATH": path, **(more or {})}
 
 
+IN_SCRIPTS = with_tests({"PYTEST_CURRENT_TEST": None})
+"""The same for a script that imports pytest, and is not run by it."""
+
+
 def count_calls(patch: pytest.MonkeyPatch, calls: list[str], *names: str) -> None:
     """Add the name of each call of these functions of torch.distributed to a list, also in forked ranks."""
 
@@ -91,6 +95,16 @@ def printed_by_ranks(folder: Path, source: str, launcher: Iterable[str] = ()) ->
         command = [sys.executable, *launcher, str(runner.write(source))]
         result = runner.command(command, env=with_tests(), timeout=120, siblings=2)
     return list(map(json.loads, result.check_returncode().stdout.splitlines()))
+
+
+class Calls:
+    """Makes a call when it is unpickled."""
+
+    def __init__(self, *call: object) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return self.call
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The cases that `test_host_programs.py` and `test_host_limits.py` run."""
+"""The cases that `test_host_programs.py` runs."""
 
 import _thread
 import asyncio
@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,9 +62,13 @@ def stubborn(strategy: Strategy) -> None:
             time.sleep(60)
 
 
-def report(launch: Callable[[], object], errors: type[Exception] = WorkerError) -> None:
+def report(
+    method: str, function: Callable[..., Any], *args: Any, errors: Any = WorkerError, **arguments: Any
+) -> None:
+    """Launch a function; print what it returns, or the error."""
     try:
-        print(launch(), flush=True)  # a rank that is killed later loses what it has buffered
+        # A rank that is killed later loses what it has buffered.
+        print(strategy_of(method, **arguments).launch(function, *args), flush=True)
     except errors as error:
         print(type(error).__name__, getattr(error, "global_rank", ""), error)
 
@@ -120,7 +123,7 @@ SITUATIONS: dict[str, Callable[[], object]] = {
 def in_situation(situation: str, method: str, *names: str) -> None:
     SITUATIONS[situation]()
     for name in names:
-        report(partial(strategy_of(method).launch, globals()[name]))
+        report(method, globals()[name])
 
 
 def patched_threads(method: str, devices: str) -> None:
@@ -132,7 +135,7 @@ def patched_threads(method: str, devices: str) -> None:
 
     start_new_thread.__module__ = "gevent.thread"
     _thread.start_new_thread = start_new_thread
-    report(partial(strategy_of(method, devices=devices).launch, quick), Exception)
+    report(method, quick, errors=Exception, devices=devices)
 
 
 def blocked_signals(strategy: Strategy) -> set[signal.Signals]:
@@ -165,7 +168,7 @@ async def full_wake_up(method: str) -> None:
             os.write(wakes, bytes(1))
     signal.signal(signal.SIGALRM, lambda *_: None)
     signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
-    report(partial(strategy_of(method).launch, good_without_timer))
+    report(method, good_without_timer)
     signal.setitimer(signal.ITIMER_REAL, 0)
 
 
@@ -182,7 +185,7 @@ def good_after_the_kill(strategy: Strategy) -> str:
 
 def forkserver_killed(name: str, _: str) -> None:
     for function in (good_after_the_kill, globals()[name]):
-        report(partial(strategy_of("forkserver").launch, function))
+        report("forkserver", function)
 
 
 def fail_with_a_title(strategy: Strategy, rank: int) -> None:
@@ -197,7 +200,7 @@ def fail_with_a_title(strategy: Strategy, rank: int) -> None:
 
 
 def cut_title(rank: str, method: str) -> None:
-    report(partial(strategy_of(method).launch, fail_with_a_title, int(rank)))
+    report(method, fail_with_a_title, int(rank))
 
 
 def write_to_channel(strategy: Any) -> None:
@@ -329,11 +332,11 @@ def interrupted() -> None:
 
 
 def without_grace() -> None:
-    report(partial(strategy_of("popen", grace_period_s=0).launch, wait_or_end, "", "raise"))
+    report("popen", wait_or_end, "", "raise", grace_period_s=0)
 
 
 def launch_in_a_thread() -> None:
-    in_a_thread(lambda: print(strategy_of("popen").launch(good)))
+    in_a_thread(partial(report, "popen", good))
 
 
 # ---------------------------------------------------------------------- limits
@@ -384,7 +387,7 @@ def few_files_rank() -> None:
 def few_processes(situation: str, method: str) -> None:
     before = psutil.Process().children()
     SITUATIONS[situation]()
-    report(partial(strategy_of(method).launch, quick), LaunchRefusedError)
+    report(method, quick, errors=LaunchRefusedError)
     assert psutil.Process().children() == before
 
 
@@ -408,7 +411,7 @@ def handles_sigusr2(method: str, how: str) -> None:
     if how == "before":
         signal.signal(signal.SIGUSR2, handle_own)
     try:
-        strategy_of(method, timeout=timedelta(seconds=2)).launch(wait_for_a_sleeper, how)
+        strategy_of(method, timeout=2).launch(wait_for_a_sleeper, how)
     except WorkerTimedOutError as error:
         print(type(error).__name__, error.missing)
 
@@ -418,7 +421,7 @@ def fork_and_launch(rank: int, strategy: DDPStrategy) -> None:
 
     def launch() -> None:
         print(f"launch of {rank}:", flush=True)
-        report(partial(strategy_of("popen").launch, quick), LaunchRefusedError)
+        report("popen", quick, errors=LaunchRefusedError)
 
     child = multiprocessing.get_context("fork").Process(target=launch)
     child.start()

@@ -18,8 +18,9 @@ from rankwise.errors import WorkerError, WorkerExitedError, WorkerKilledError, W
 from rankwise.strategies import Strategy
 from tests.helpers.scripts import ScriptRunner
 from tests.process.faults import HOW, LIMIT_S, WHEN, Fault, job, problems, strategy_with
-from tests.process.helpers import ddp, with_tests
+from tests.process.helpers import METHODS, Calls, combinations, ddp, with_tests
 
+SOAK = pytest.mark.soak
 Cell = tuple[int, str, str, str]
 CELLS: list[Cell] = list(itertools.product((0, 1), HOW, WHEN, ("private", "tcp")))
 
@@ -27,7 +28,7 @@ CELLS: list[Cell] = list(itertools.product((0, 1), HOW, WHEN, ("private", "tcp")
 def _cells(*start_method: str, quick: set[Cell], but: set[Cell] | None = None) -> list[Any]:
     """Return all cells; those that are not `quick` are run by hand (`-m soak`)."""
     ids = {cell: "-".join(map(str, (*start_method, *cell))) for cell in CELLS if cell not in (but or ())}
-    soak = {cell: () if cell in quick else pytest.mark.soak for cell in CELLS}
+    soak = {cell: () if cell in quick else SOAK for cell in CELLS}
     return [pytest.param(*start_method, cell, id=name, marks=soak[cell]) for cell, name in ids.items()]
 
 
@@ -96,7 +97,7 @@ def test_ddp(cell: Cell, run_script: ScriptRunner, tmp_path: Path) -> None:
     assert (result.returncode, result.stdout) == (0, "[]\n"), result
 
 
-@pytest.mark.parametrize("who", [1, pytest.param(0, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("who", [1, pytest.param(0, marks=SOAK)])
 def test_an_uncaught_failure_is_on_stderr_once(who: int, run_script: ScriptRunner, tmp_path: Path) -> None:
     """With no `except`, the script ends with 1, and stderr holds the failing rank's traceback once."""
     cell = json.dumps([who, "raise", "step", "private", str(tmp_path / "stamp")])
@@ -109,51 +110,51 @@ def test_an_uncaught_failure_is_on_stderr_once(who: int, run_script: ScriptRunne
 
 
 BUSY = """
-    import sys
-    from rankwise.strategies import DDPStrategy
-    from tests.process.faults import be_busy
+    import os, resource, sys
 
-    def job(strategy, what):
+    method, what = sys.argv[1:]
+    if what == "import" and (os.environ.get("LOCAL_RANK") == "1" or __name__ == "__mp_main__"):
+        print("busy", flush=True)
+        sum(range(10**12))  # in one call of C code, with the interpreter's lock, before rankwise is there
+
+    from tests.process.faults import be_busy
+    from tests.process.host_cases import strategy_of
+
+    def job(strategy):
         strategy.barrier()
         print("busy", flush=True)
         be_busy(what if strategy.global_rank == 1 else "sleep")
 
     if __name__ == "__main__":
-        DDPStrategy(start_method=sys.argv[1], accelerator="cpu", devices=2).launch(job, sys.argv[2])
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        if method.startswith("elastic") and hard > 2048:  # what ends them does not take only the first 1,024
+            resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
+            kept = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+        strategy_of(method).launch(job)
 """
+KILLED = [("popen", "step"), ("fork", "step"), ("popen", "import"), ("elastic-fork", "computation")]
 
 
-@pytest.mark.parametrize("start_method", ["popen", "fork", pytest.param("spawn", marks=pytest.mark.soak)])
-@pytest.mark.parametrize("what", ["step", pytest.param("sleep", marks=pytest.mark.soak)])
-def test_workers_leave_with_the_main_process(start_method: str, what: str, run_script: ScriptRunner) -> None:
-    """After SIGKILL of the main process all workers end soon, whatever they are doing."""
-    running = run_script.start(BUSY, start_method, what, env=with_tests(), siblings=1)
-    running.wait_for("busy", count=2)
+@pytest.mark.parametrize(
+    ("method", "what"),
+    [
+        *combinations(("popen", "fork", "spawn"), ("step", "sleep"), quick=KILLED),
+        *combinations(("popen", "spawn"), ("import",), quick=KILLED),
+        *combinations((f"elastic-{each}" for each in METHODS), ("computation", "write"), quick=KILLED),
+    ],
+)
+def test_workers_leave_with_the_main_process(method: str, what: str, run_script: ScriptRunner) -> None:
+    """After SIGKILL of the main process all workers end soon, whatever they do, also before they begin.
+
+    So they do after that of an elastic agent: while C code holds the interpreter's lock, and in a write.
+    """
+    is_elastic, is_early = method.startswith("elastic"), what == "import"
+    siblings = int(not (is_elastic or is_early))  # which have imported rankwise
+    running = run_script.start(BUSY, method, what, env=with_tests(), fresh=is_elastic, siblings=siblings)
+    running.wait_for("busy", count=1 if (method, what) == ("popen", "import") else 2)
     running.send_signal(signal.SIGKILL)
-    assert running.finish(leftover_grace_s=LIMIT_S).returncode == -signal.SIGKILL
-
-
-IMPORTING = """
-    import os, sys
-
-    if os.environ.get("LOCAL_RANK") == "1" or __name__ == "__mp_main__":
-        print("importing", flush=True)
-        sum(range(10**12))  # in one call of C code, with the interpreter's lock, before rankwise is there
-
-    from rankwise.strategies import DDPStrategy
-
-    if __name__ == "__main__":
-        DDPStrategy(start_method=sys.argv[1], accelerator="cpu", devices=2).launch(print)
-"""
-
-
-@pytest.mark.parametrize("start_method", ["popen", pytest.param("spawn", marks=pytest.mark.soak)])
-def test_workers_that_have_not_begun_leave_too(start_method: str, run_script: ScriptRunner) -> None:
-    """SIGKILL of the main process also ends a worker that has not imported rankwise yet."""
-    running = run_script.start(IMPORTING, start_method)
-    running.wait_for("importing", count=2 if start_method == "spawn" else 1)
-    running.send_signal(signal.SIGKILL)
-    assert running.finish(leftover_grace_s=LIMIT_S).returncode == -signal.SIGKILL
+    grace_s = 20 if is_elastic else LIMIT_S
+    assert running.finish(leftover_grace_s=grace_s).returncode == -signal.SIGKILL
 
 
 def finish_then_fail(strategy: Strategy, fault: Fault) -> str:
@@ -224,19 +225,21 @@ class Unruly(Exception):
         raise RuntimeError("no words")
 
 
-PLAIN = {"unruly": Unruly, "interrupt": KeyboardInterrupt, "empty": ValueError}
+ODD = {
+    "long": ValueError("x" * 3_000_000),
+    "surrogate": ValueError("caf\udce9 \ud800"),
+    "unruly": Unruly(),
+    "interrupt": KeyboardInterrupt(),
+    "empty": ValueError(),
+}
 
 
 def fail_oddly(strategy: Strategy, kind: str) -> None:
     print("before the failure", end="")
     if strategy.global_rank == 0:
         strategy.barrier()
-    if kind == "long":
-        raise ValueError("x" * 3_000_000)
-    if kind == "surrogate":
-        raise ValueError("caf\udce9 \ud800")
-    if kind in PLAIN:
-        raise PLAIN[kind]
+    if kind in ODD:
+        raise ODD[kind]
     if kind == "no folder":
         with tempfile.TemporaryDirectory() as folder:
             os.chdir(folder)
@@ -254,9 +257,7 @@ def fail_oddly(strategy: Strategy, kind: str) -> None:
         raise ValueError("outer") from error
 
 
-@pytest.mark.parametrize(
-    "kind", ["long", "surrogate", "unruly", "interrupt", "no folder", "empty", "local", "chained"]
-)
+@pytest.mark.parametrize("kind", [*ODD, "no folder", "local", "chained"])
 def test_any_exception_is_reported(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Any exception is reported, with rank and chain: long, not decodable, without text, local, chained.
 
@@ -264,8 +265,8 @@ def test_any_exception_is_reported(kind: str, capfd: pytest.CaptureFixture[str])
     """
     with pytest.raises(WorkerRaisedError) as caught:
         ddp("fork").launch(fail_oddly, kind)
-    types = {**PLAIN, "no folder": FileNotFoundError}
-    expected = "Local" if kind == "local" else types.get(kind, ValueError).__name__
+    others = {"no folder": "FileNotFoundError", "local": "Local"}
+    expected = others.get(kind, type(ODD.get(kind, ValueError())).__name__)
     assert (caught.value.global_rank, caught.value.exception_type) == (1, expected)
     chain = "KeyError: 'inner'.*direct cause.*ValueError: outer" if kind == "chained" else ""
     assert re.search(chain, caught.value.traceback_text, re.DOTALL)
@@ -288,14 +289,6 @@ def test_a_rank_that_becomes_another_program(when: str) -> None:
     assert time.monotonic() - began < LIMIT_S + 2
 
 
-class FailsToArrive:
-    def __init__(self, *call: object) -> None:
-        self.call = call  # that unpickling makes
-
-    def __reduce__(self) -> Any:
-        return self.call
-
-
 def take(strategy: Strategy, value: object) -> None:
     """Take an argument."""
 
@@ -308,7 +301,7 @@ def test_arguments_that_do_not_arrive_are_reported(call: tuple[object], kind: ty
     ddp("forkserver").launch(take, None)  # which starts the forkserver, if it is not there yet
     start = time.monotonic()
     with pytest.raises(kind):
-        ddp("forkserver").launch(take, FailsToArrive(*call))
+        ddp("forkserver").launch(take, Calls(*call))
     assert time.monotonic() - start < 20
 
 

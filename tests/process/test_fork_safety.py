@@ -12,7 +12,7 @@ from rankwise.testing import run_distributed
 from tests.helpers.load import slowdown
 from tests.helpers.processes import wait_until_gone
 from tests.helpers.scripts import ScriptRunner
-from tests.process.helpers import ddp, with_tests
+from tests.process.helpers import IN_SCRIPTS, METHODS, combinations, ddp, with_tests
 
 SOAK = pytest.mark.soak
 HEAVY = """
@@ -114,7 +114,6 @@ MAIN_KILLED = """
     if __name__ == "__main__":
         DDPStrategy(start_method=sys.argv[1], accelerator="cpu", devices=2).launch(job)
 """
-ENVIRONMENT = with_tests({"PYTEST_CURRENT_TEST": None})  # the program imports pytest, and is not run by it
 
 
 @pytest.mark.parametrize(
@@ -122,7 +121,7 @@ ENVIRONMENT = with_tests({"PYTEST_CURRENT_TEST": None})  # the program imports p
 )
 def test_data_workers_leave_with_the_main_process(start_method: str, run_script: ScriptRunner) -> None:
     """After SIGKILL of the main process the ranks and their sleeping loader workers end at once."""
-    running = run_script.start(MAIN_KILLED, start_method, env=ENVIRONMENT, siblings=1)
+    running = run_script.start(MAIN_KILLED, start_method, env=IN_SCRIPTS, siblings=1)
     running.wait_for("loading", count=2)
     assert len(running.processes()) >= 6
     running.send_signal(signal.SIGKILL)
@@ -134,7 +133,7 @@ def test_the_callers_own_data_workers_do_not_hold_ranks(run_script: ScriptRunner
     loader = "DataLoader([0, 1], num_workers=1, persistent_workers=True)"
     begin = f"        iterator = iter({loader})\n        next(iterator)\n"
     source = MAIN_KILLED.replace("        DDPStrategy(", f"{begin}        DDPStrategy(")
-    running = run_script.start(source, "fork", env=ENVIRONMENT)
+    running = run_script.start(source, "fork", env=IN_SCRIPTS)
     running.wait_for("loading", count=2)
     ranks = [p for p in psutil.Process(running.pid).children() if len(p.children()) == 2]
     assert len(ranks) == 2
@@ -143,3 +142,71 @@ def test_the_callers_own_data_workers_do_not_hold_ranks(run_script: ScriptRunner
     assert wait_until_gone(lambda: ranks, GONE_S * slowdown()) == []
     # the loader worker that is the user's own notices by itself, some seconds later: torch's way
     running.finish(leftover_grace_s=30.0)
+
+
+FORKS = """
+    import os, signal, sys, time
+    from pathlib import Path
+    from rankwise.errors import WorkerKilledError
+    from rankwise.strategies import DDPStrategy
+
+    PID = Path("pid")
+
+    def fork(state):
+        if os.fork() == 0:
+            PID.write_text(str(os.getpid()))
+            if state == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            sum(range(10**12))  # in one call of C code, with the interpreter's lock
+        while not PID.exists() or not PID.read_text():
+            time.sleep(0.01)
+
+    def is_gone():
+        try:
+            return Path(f"/proc/{PID.read_text()}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        except OSError:
+            return True
+
+    def job(strategy, state, end):
+        strategy.barrier()
+        if strategy.global_rank == 1:
+            fork(state)
+        if end == "killed":
+            os.kill(os.getpid(), signal.SIGKILL) if strategy.global_rank == 1 else time.sleep(60)
+        return time.monotonic()
+
+    if __name__ == "__main__":
+        strategy = DDPStrategy(accelerator="cpu", devices=2, start_method=sys.argv[1])
+        try:
+            ended_s = strategy.launch(job, *sys.argv[2:])
+            result = time.monotonic() - ended_s
+        except WorkerKilledError as error:
+            result = error.global_rank
+        if strategy.is_global_zero:
+            print(result, flush=True)
+            while not is_gone():
+                time.sleep(0.01)
+            print("gone")
+"""
+
+
+KILLED = [("busy", "fork", "killed"), ("stopped", "popen", "killed")]
+LEFT = [("busy", "popen", "left"), ("stopped", "fork", "left")]
+
+
+# By default these are all pairs of two of the values.
+@pytest.mark.parametrize(
+    ("state", "method", "end"),
+    combinations(("busy", "stopped"), (*METHODS, "popen"), ("killed", "left"), quick=[*KILLED, *LEFT]),
+)
+def test_a_process_that_a_rank_has_forked(
+    state: str, method: str, end: str, run_script: ScriptRunner
+) -> None:
+    """It ends with the rank, also while C code holds its interpreter's lock, or while it is suspended.
+
+    A launch whose ranks have returned does not wait for it.
+    """
+    result = run_script(FORKS, method, state, end, siblings=1)
+    found, gone = result.stdout.split()
+    assert (result.returncode, gone) == (0, "gone"), result
+    assert found == "1" if end == "killed" else float(found) < 4 * slowdown(), result

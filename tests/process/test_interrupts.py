@@ -15,6 +15,7 @@ from tests.process.helpers import TORCHRUN, with_tests
 from tests.process.stopping import CODE, check_end
 from tests.process.test_stopping import HANGING
 
+SOAK = pytest.mark.soak
 INTERRUPTED = -signal.SIGINT  # what subprocess says of a process that a shell reports as 130
 ENDS = {"fork": INTERRUPTED, "popen": 130}  # rank 0 in the main process waits in native code: that exits
 
@@ -57,12 +58,12 @@ def check_kept(result: ScriptResult, folder: Path, *, sigterm: bool) -> None:
     ("strategy", "who", "workers"),
     [
         *(("ddp", "group", ""), ("ddp_fork", "main", ""), ("ddp_elastic", "group", "")),
-        *(pytest.param(f"ddp{end}", "group", "spawn", marks=pytest.mark.soak) for end in ("", "_fork")),
-        pytest.param("ddp", "main", "fork", marks=pytest.mark.soak),
-        pytest.param("ddp_spawn", "group", "fork", marks=pytest.mark.soak),
-        pytest.param("ddp_forkserver", "main", "", marks=pytest.mark.soak),
-        pytest.param("ddp_notebook", "group", "", marks=pytest.mark.soak),
-        pytest.param("ddp_elastic", "main", "", marks=pytest.mark.soak),
+        *(pytest.param(f"ddp{end}", "group", "spawn", marks=SOAK) for end in ("", "_fork")),
+        pytest.param("ddp", "main", "fork", marks=SOAK),
+        pytest.param("ddp_spawn", "group", "fork", marks=SOAK),
+        pytest.param("ddp_forkserver", "main", "", marks=SOAK),
+        pytest.param("ddp_notebook", "group", "", marks=SOAK),
+        pytest.param("ddp_elastic", "main", "", marks=SOAK),
     ],
 )
 def test_ctrl_c(strategy: str, who: str, workers: str, run_script: ScriptRunner, tmp_path: Path) -> None:
@@ -78,7 +79,7 @@ def test_ctrl_c(strategy: str, who: str, workers: str, run_script: ScriptRunner,
         check_kept(result, tmp_path, sigterm=False)
 
 
-@pytest.mark.soak
+@SOAK
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
 def test_sigterm(strategy: str, run_script: ScriptRunner, tmp_path: Path) -> None:
     """The caller has the state, too, and knows of the signal."""
@@ -89,7 +90,7 @@ def test_sigterm(strategy: str, run_script: ScriptRunner, tmp_path: Path) -> Non
     check_kept(result, tmp_path, sigterm=True)
 
 
-@pytest.mark.soak
+@SOAK
 def test_ctrl_c_under_torchrun(run_script: ScriptRunner, tmp_path: Path) -> None:
     """A terminal sends it to the agent and to the ranks, to which the agent forwards it."""
     command = [sys.executable, *TORCHRUN, str(run_script.write(SCRIPT)), "ddp", str(tmp_path)]
@@ -102,27 +103,29 @@ def test_ctrl_c_under_torchrun(run_script: ScriptRunner, tmp_path: Path) -> None
     check_end(tmp_path)
 
 
-@pytest.mark.parametrize("start_method", ["fork", pytest.param("popen", marks=pytest.mark.soak)])
-def test_a_second_ctrl_c(start_method: str, run_script: ScriptRunner) -> None:
-    """It ends ranks that wait in native code for ever, within the grace period."""
-    running = run_script.start(HANGING.replace("timeout=4", "timeout=3600"), start_method, env=with_tests())
-    running.wait_for("hanging", count=2, timeout=60)
-    running.send_signal_to_group(signal.SIGINT)
-    deadline = time.monotonic() + 60 * slowdown()
-    while INTERRUPT_NOTICE not in running.stderr and time.monotonic() < deadline:
-        time.sleep(0.05)
-    running.send_signal_to_group(signal.SIGINT)
-    result = running.finish(timeout=60)
-    assert result.stderr.count(INTERRUPT_NOTICE) == 1, result
-    assert result.returncode == ENDS[start_method], result
+@pytest.mark.parametrize(
+    ("start_method", "timeout_s"),
+    [
+        ("fork", 3600),
+        *(pytest.param(*each, marks=SOAK) for each in (("popen", 3600), ("fork", 4), ("popen", 4))),
+    ],
+)
+def test_ctrl_c_where_no_step_ends(start_method: str, timeout_s: int, run_script: ScriptRunner) -> None:
+    """A second one ends ranks that wait in native code for ever, within the grace period.
 
-
-@pytest.mark.soak
-@pytest.mark.parametrize("start_method", ["fork", "popen"])
-def test_ctrl_c_where_no_step_ends(start_method: str, run_script: ScriptRunner) -> None:
-    """One is enough in the end: after the time that a collective may take."""
-    running = run_script.start(HANGING, start_method, env=with_tests(), siblings=1)
+    One is enough in the end: after the time that a collective may take.
+    """
+    source = HANGING.replace("timeout=4", f"timeout={timeout_s}")
+    running = run_script.start(source, start_method, env=with_tests(), siblings=1)
     running.wait_for("hanging", count=2, timeout=60)
-    running.send_signal(signal.SIGINT)
+    if timeout_s == 4:
+        running.send_signal(signal.SIGINT)
+    else:
+        running.send_signal_to_group(signal.SIGINT)
+        deadline = time.monotonic() + 60 * slowdown()
+        while INTERRUPT_NOTICE not in running.stderr and time.monotonic() < deadline:
+            time.sleep(0.05)
+        running.send_signal_to_group(signal.SIGINT)
     result = running.finish(timeout=60)
+    assert timeout_s == 4 or result.stderr.count(INTERRUPT_NOTICE) == 1, result
     assert result.returncode == ENDS[start_method], result

@@ -1,4 +1,4 @@
-"""Lightning's own `Trainer` and `Fabric` on rankwise's strategies."""
+"""Lightning's `Trainer` and `Fabric` on rankwise's strategies, and its modules in rankwise's Trainer."""
 
 import json
 import signal
@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from tests.helpers.load import slowdown
+from tests.helpers.needs import need_installed
 from tests.helpers.ports import free_port
 from tests.helpers.scripts import WITHOUT_COVERAGE, RunningScript, ScriptResult, ScriptRunner
+
+need_installed("lightning")
 
 SOAK = pytest.mark.soak
 TORCHRUN = "torchrun"
@@ -220,9 +223,10 @@ class Failing(Module):
     def training_step(self, batch, batch_idx):
         if self.trainer.global_step == 2 and self.global_rank == 1:
             Path("failed_s").write_text(str(time.monotonic()))
+            print("failing", flush=True)
             if sys.argv[2] == "raise":
                 raise ValueError("loss is nan")
-            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60) if sys.argv[2] == "sleep" else os.kill(os.getpid(), signal.SIGKILL)
         return super().training_step(batch, batch_idx)
 
 class Report(pl.Callback):
@@ -245,15 +249,21 @@ if __name__ == "__main__":
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("how", STRATEGIES)
+@pytest.mark.parametrize(
+    "how", [*STRATEGIES, *(pytest.param(f"ddp_{m}", marks=SOAK) for m in ("fork", "spawn"))]
+)
 @pytest.mark.parametrize("what", ["raise", pytest.param("kill", marks=SOAK)])
 def test_a_rank_that_fails(run_script: ScriptRunner, how: str, what: str) -> None:
-    """The failure of another rank is rankwise's exception within two seconds; callbacks learn of it."""
+    """The failure of another rank is rankwise's exception within two seconds; callbacks learn of it.
+
+    So it is in rankwise's Trainer, after which the module is Lightning's again.
+    """
     expected, text, exit_code = {
         "raise": ("WorkerRaisedError", "raised ValueError: loss is nan", 1),
         "kill": ("WorkerKilledError", "was killed by SIGKILL", 137),
     }[what]
-    result = run(run_script, BEGIN + FAILURE, how, what, env=WITHOUT_COVERAGE)
+    source = FAILURE if how.startswith("rankwise") else FAILURE.replace("pl.Trainer", "rankwise.Trainer")
+    result = run(run_script, BEGIN + source, how, what, env=WITHOUT_COVERAGE)
     assert result.returncode == exit_code, result
     assert f"on_exception {expected}" in result.stdout, result
     last = [line for line in result.stdout.splitlines() if line.startswith("[")][-1]
@@ -261,6 +271,7 @@ def test_a_rank_that_fails(run_script: ScriptRunner, how: str, what: str) -> Non
     assert (name, facts) == (expected, [False, True, True])
     assert "global_rank=1" in message
     assert text in message
+    assert ("in training_step" in message) == (what == "raise")
     assert took_s < 2 * slowdown()
 
 
@@ -278,28 +289,14 @@ def test_a_rank_of_torchrun_that_fails(run_script: ScriptRunner, what: str, text
     assert ended_s - float((run_script.folder / "failed_s").read_text()) < 5 * slowdown(), result
 
 
-SLOW = """
-import rankwise.integrations.lightning
-
-class Slow(Module):
-    def training_step(self, batch, batch_idx):
-        print("training", self.global_rank, flush=True)
-        time.sleep(60 if self.trainer.global_step == 1 and self.global_rank == 1 else 0)
-        return super().training_step(batch, batch_idx)
-
-if __name__ == "__main__":
-    trainer = pl.Trainer(strategy=sys.argv[1], devices=2, logger=False, **QUIET)
-    trainer.fit(Slow(), loader(2))
-"""
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=SOAK)])
 @pytest.mark.parametrize("how", STARTS)
 def test_a_signal_ends_all_ranks(run_script: ScriptRunner, how: str, number: signal.Signals) -> None:
     """Ctrl-C, and SIGTERM, end every rank, also one that sleeps and one that waits in a collective."""
-    running = start(run_script, BEGIN + SLOW, how, env=WITHOUT_COVERAGE)
-    running.wait_for("training", count=4, timeout=120)
+    running = start(run_script, BEGIN + FAILURE, how, "sleep", env=WITHOUT_COVERAGE)
+    running.wait_for("failing", timeout=120)
+    time.sleep(0.3)  # so that rank 0 waits for the other one
     sent_s = time.monotonic()
     running.send_signal_to_group(number) if number == signal.SIGINT else running.send_signal(number)
     result = running.finish(timeout=30)
@@ -347,19 +344,17 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("how", STARTS)
-def test_fabric(run_script: ScriptRunner, how: str) -> None:
-    """Two ranks of Fabric train as one."""
-    alone, together, ranks = last_line(run(run_script, FABRIC + LAUNCH, how, "function"))
-    assert together == pytest.approx(alone, abs=1e-6)
-    assert ranks == [0, 1]
-
-
-@pytest.mark.parametrize("how", ["rankwise_ddp", pytest.param(TORCHRUN, marks=SOAK)])
-def test_fabric_without_a_function(run_script: ScriptRunner, how: str) -> None:
-    """`fabric.launch()` makes every rank run the rest of the script."""
-    alone, together, ranks = last_line(run(run_script, FABRIC + LAUNCH, how, "end"))
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        pytest.param("rankwise_ddp_fork", "function", marks=pytest.mark.quick),
+        *(pytest.param(how, "function", marks=SOAK) for how in (*OTHERS, TORCHRUN)),
+        *(("rankwise_ddp", "end"), pytest.param(TORCHRUN, "end", marks=SOAK)),
+    ],
+)
+def test_fabric(run_script: ScriptRunner, how: str, what: str) -> None:
+    """Two ranks of Fabric train as one: in a function, and in the rest of a script after `launch()`."""
+    alone, together, ranks = last_line(run(run_script, FABRIC + LAUNCH, how, what))
     assert together == pytest.approx(alone, abs=1e-6)
     assert ranks == [0, 1]
 
@@ -423,3 +418,82 @@ def test_a_cluster_environment_of_lightnings(run_script: ScriptRunner) -> None:
         assert theirs[:3] == ours[:3] == [rank, 2, 1]
         assert_equal(ours[3], theirs[3])
     assert_equal(shells[1][0][3], shells[0][0][3])
+
+
+OBJECTS = """
+import rankwise
+
+QUIET |= dict(max_epochs=3, num_sanity_val_steps=0)
+
+class Ends(pl.Callback):
+    def __init__(self):
+        self.epochs, self.kinds = 0, set()
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.epochs += 1
+        self.kinds |= {isinstance(pl_module, pl.LightningModule), pl_module.trainer is trainer}
+
+    def state_dict(self):
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state):
+        self.epochs = state["epochs"]
+
+def run(trainer_class, batch_size, folder, is_manual, **where):
+    pl.seed_everything(1, workers=True, verbose=False)
+    module, data, ends = Module(is_manual=is_manual), Data(batch_size), Ends()
+    weight = module.head.weight
+    trainer = trainer_class(default_root_dir=folder, callbacks=[ends], logger=False, **where, **QUIET)
+    trainer.fit(module, datamodule=data)
+    found = {"fit": {name: float(value) for name, value in trainer.callback_metrics.items()}}
+    found["validate"] = trainer.validate(module, datamodule=data, verbose=False)
+    found["test"] = trainer.test(module, data, verbose=False)
+    found["predict"] = torch.cat(trainer.predict(module, datamodule=data)).flatten().tolist()
+    found["weights"] = [weight.flatten().tolist() for weight in module.state_dict().values()]
+    found["notes"] = [module.notes, ends.epochs, ends.kinds == {True}, data.prepared > 0]
+    found["steps"] = module.steps_seen
+    assert module.head.weight is weight
+    assert (type(module), type(module.encoder), type(data)) == (Module, Encoder, Data)
+    assert b"rankwise" not in pickle.dumps((module, data.hparams))
+    path = str(Path(folder) / "again.ckpt")
+    trainer.save_checkpoint(path)
+    if trainer.is_global_zero:  # which has written it
+        loaded = Module.load_from_checkpoint(path, weights_only=True)
+        torch.testing.assert_close(loaded.state_dict(), module.state_dict())
+        saved = torch.load(path, weights_only=True)
+        found["checkpoint"] = [
+            saved["hyper_parameters"], saved["datamodule_hyper_parameters"]["batch_size"] == batch_size,
+            saved["steps_seen"], sorted(saved["callbacks"]), saved["epoch"], saved["global_step"],
+        ]
+    return trainer.is_global_zero, found
+
+if __name__ == "__main__":
+    alone, found = os.environ.get("LOCAL_RANK", "0") == "0", []
+    for is_manual in (False, True):
+        if alone:
+            own = run(pl.Trainer, 8, "lightning", is_manual, devices=1)[1]
+            one = run(rankwise.Trainer, 8, "one", is_manual, devices=1)[1]
+        both = None
+        if not is_manual or sys.argv[1] != "ddp_fork":
+            both = run(rankwise.Trainer, 4, "both", is_manual, devices=2, strategy=sys.argv[1])[1]
+        if alone:
+            found.append([own, one, both])
+    if alone:
+        print(json.dumps(found))
+"""
+
+
+@pytest.mark.quick
+@pytest.mark.timeout(600)  # by spawn, ten processes import Lightning one pair after another
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp_fork", *(pytest.param(f"ddp{end}", marks=SOAK) for end in ("", "_spawn", "_forkserver"))],
+)
+def test_equal_to_lightnings_trainer(run_script: ScriptRunner, strategy: str) -> None:
+    """All stages give Lightning's weights, values and predictions, on one process and on two."""
+    result = run_script(BEGIN + OBJECTS, strategy, timeout=400, preload=IMPORTED)
+    for own, *others in last_line(result):
+        del own["checkpoint"][3]
+        for other in filter(None, others):
+            assert "Ends" in other["checkpoint"].pop(3)
+            assert_equal(other, own)

@@ -60,15 +60,6 @@ class Composed(Regression):
         self.both.update(predicted, batch[1])
 
 
-@pytest.mark.quick
-def test_metric_objects_with_others_in_them() -> None:
-    """Composed, wrapped and collected metric objects count the samples of all ranks."""
-    expected = evaluated(1, Composed(), 19, 2)
-    assert expected["root"] == pytest.approx(expected["error"] ** 0.5)
-    for world_size in RANKS:
-        assert evaluated(world_size, Composed(), 19, 2) == pytest.approx(expected, abs=1e-12)
-
-
 class OfTargets(Regression):
     def __init__(self, metric: Any) -> None:
         super().__init__()
@@ -90,12 +81,8 @@ def test_running_metrics(samples: int) -> None:
     )
 
 
-class OfPredictions(Regression):
+class OfPredictions(OfTargets):
     """Calls a metric object with predictions that require gradients."""
-
-    def __init__(self, metric: Any) -> None:
-        super().__init__()
-        self.metric = metric.set_dtype(torch.float64)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         predicted = self(batch[0])
@@ -106,7 +93,7 @@ class OfPredictions(Regression):
 
 def test_differentiable_metric_objects() -> None:
     """A metric object that is called with predictions that require gradients is computed as others."""
-    modules = [OfPredictions(torchmetrics.MeanSquaredError()) for _ in range(2)]
+    modules = [OfPredictions(torchmetrics.MeanSquaredError().set_dtype(torch.float64)) for _ in range(2)]
     alone, together = (
         fitted(size, module, loader(16, 4 // size), max_epochs=2) for size, module in enumerate(modules, 1)
     )
@@ -128,14 +115,20 @@ class Pieces(torchmetrics.Metric):
         return torch.stack([len(piece) * piece[0] for piece in self.pieces]).sum()
 
 
-def test_lists_of_unequal_lengths() -> None:
-    """Ranks may have lists of different lengths, or none."""
-    for samples in (5, 2):
-        expected = evaluated(1, OfTargets(Pieces()), samples, 1)
-        for world_size in RANKS:
-            assert evaluated(world_size, OfTargets(Pieces()), samples, 1) == pytest.approx(
-                expected, abs=1e-12
-            )
+@pytest.mark.parametrize(
+    ("make", "samples", "batch_size"),
+    [
+        pytest.param(Composed, 19, 2, marks=pytest.mark.quick),
+        *((lambda: OfTargets(Pieces()), samples, 1) for samples in (5, 2)),
+    ],
+)
+def test_metric_objects_of_all_ranks(make: Callable[[], Regression], samples: int, batch_size: int) -> None:
+    """Composed, wrapped and collected ones count all samples; lists of ranks may have any length."""
+    expected = evaluated(1, make(), samples, batch_size)
+    if make is Composed:
+        assert expected["root"] == pytest.approx(expected["error"] ** 0.5)
+    for world_size in RANKS:
+        assert evaluated(world_size, make(), samples, batch_size) == pytest.approx(expected, abs=1e-12)
 
 
 class OverSomeRanks(Regression):
@@ -243,7 +236,7 @@ def test_metric_objects_of_other_world_sizes(tmp_path: Path) -> None:
 def test_states_that_no_rank_can_continue(tmp_path: Path) -> None:
     """A rank cannot continue two ranks' states that have no common one; the error names the metric object."""
     # torchmetrics can only put its states together for the final value.
-    modules = [OfPredictions(torchmetrics.PearsonCorrCoef()) for _ in range(2)]
+    modules = [OfPredictions(torchmetrics.PearsonCorrCoef().set_dtype(torch.float64)) for _ in range(2)]
     fitted(2, modules[0], loader(24, 3), max_epochs=1, **saving_each_step(tmp_path))
     with pytest.raises(CheckpointError, match="'metric'"):
         fitted(1, modules[1], loader(24, 6), max_epochs=1, path=tmp_path / "step=2.ckpt")
@@ -261,32 +254,49 @@ def test_checkpoints_within_a_validation(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------ step values
 
 
-class Stepwise(Regression):
+class ReadsItsMetrics(Regression):
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[list[float]] = []
+        self.steps: list[list[float]] = []
+        self.losses: list[float] = []
+        self.val_losses: list[float] = []
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         if batch_idx:
             value = self.trainer.callback_metrics["mean"].item()
-            self.seen.append(self.trainer.strategy.all_gather_object(value))
+            self.steps.append(self.trainer.strategy.all_gather_object(value))
         self.log("mean", batch[1].mean(), sync_dist=True)
         if batch_idx % 3 == 1:
             self.log("sometimes", 1.0, sync_dist=True, reduce_fx="sum")
         return super().training_step(batch, batch_idx)
 
+    def on_train_epoch_end(self) -> None:
+        self.losses.append(self.trainer.callback_metrics["train_loss_epoch"].item())
+
+    def on_validation_epoch_end(self) -> None:
+        self.val_losses.append(self.trainer.callback_metrics["val_loss"].item())
+        self.log("best", min(self.val_losses))
+
 
 @pytest.mark.quick
-def test_step_values_are_those_of_one_process() -> None:
-    """With `sync_dist=True` every rank has the value of the global batch after every step."""
-    found = []
+def test_values_that_hooks_read_are_those_of_one_process() -> None:
+    """With `sync_dist=True` every rank has the value of the global batch after every step.
+
+    At the end of an epoch hooks read its metrics, reduced over the ranks, and may log more.
+    """
+    read = []
     for world_size in (1, 2):
-        module = Stepwise()
-        trainer = fitted(world_size, module, loader(24, 4 // world_size), max_epochs=2)
-        assert all(len(set(values)) == 1 for values in module.seen)
-        found.append([values[0] for values in module.seen])
-        assert metrics_of(trainer)["sometimes"] == world_size
-    assert found[0] == pytest.approx(found[1], abs=1e-12)
+        model = ReadsItsMetrics()
+        loaders = loader(24, 4 // world_size), loader(16, 8)
+        metrics = metrics_of(fitted(world_size, model, *loaders, max_epochs=2))
+        assert all(len(set(values)) == 1 for values in model.steps)
+        assert metrics["sometimes"] == world_size
+        assert len(model.losses) == len(model.val_losses) == 2
+        assert metrics["best"] == pytest.approx(min(model.val_losses))
+        assert [model.losses[-1], model.val_losses[-1]] == [metrics["train_loss_epoch"], metrics["val_loss"]]
+        read.append([[values[0] for values in model.steps], model.losses, model.val_losses])
+    for alone, together in zip(*read, strict=True):
+        assert alone == pytest.approx(together, abs=1e-12)
 
 
 class OnRankZero(Regression):
@@ -376,6 +386,14 @@ def check_mean(world_size: int, data: Any = None, **options: Any) -> None:
     assert found["error"] == pytest.approx(expected, abs=1e-12), (world_size, options)
 
 
+class Stream(IterableDataset[Any]):
+    shards_itself = True
+
+    def __iter__(self) -> Any:
+        place = shard_info()
+        return iter([dataset(7)[number] for number in range(place.shard_index, 7, place.num_shards)])
+
+
 @pytest.mark.parametrize("collate", [as_dataclass, with_words, features_first, in_lists])
 def test_means_of_batches_of_all_shapes(collate: Callable[[Any], Any]) -> None:
     """A mean counts each sample once, whatever the batches look like, with and without workers."""
@@ -390,14 +408,6 @@ def test_means_of_a_users_own_batches() -> None:
         check_mean(world_size, batch_sampler=sampler, collate_fn=as_dataclass)
     for collate in (None, as_dataclass):
         check_mean(2, batch_size=2, num_workers=2, in_order=False, collate_fn=collate)
-
-
-class Stream(IterableDataset[Any]):
-    shards_itself = True
-
-    def __iter__(self) -> Any:
-        place = shard_info()
-        return iter([dataset(7)[number] for number in range(place.shard_index, 7, place.num_shards)])
 
 
 @pytest.mark.quick
@@ -442,32 +452,3 @@ def test_samples_that_a_collate_function_leaves_out(world_size: int) -> None:
     [found] = trainer_on(world_size).test(Counting(), batches)
     first = dataset(24).tensors[0][:, 0]
     assert found["error"] == pytest.approx(first[first > 0].mean().item(), abs=1e-12)
-
-
-class ReadsItsEpoch(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.losses: list[float] = []
-        self.val_losses: list[float] = []
-
-    def on_train_epoch_end(self) -> None:
-        self.losses.append(self.trainer.callback_metrics["train_loss_epoch"].item())
-
-    def on_validation_epoch_end(self) -> None:
-        self.val_losses.append(self.trainer.callback_metrics["val_loss"].item())
-        self.log("best", min(self.val_losses))
-
-
-@pytest.mark.quick
-def test_hooks_read_the_metrics_of_their_epoch() -> None:
-    """At the end of an epoch hooks read its metrics, reduced over the ranks, and may log more."""
-    read = []
-    for world_size in (1, 2):
-        model = ReadsItsEpoch()
-        loaders = loader(16, 8 // world_size), loader(16, 8)
-        metrics = metrics_of(fitted(world_size, model, *loaders, max_epochs=2))
-        assert len(model.losses) == len(model.val_losses) == 2
-        assert metrics["best"] == pytest.approx(min(model.val_losses))
-        assert [model.losses[-1], model.val_losses[-1]] == [metrics["train_loss_epoch"], metrics["val_loss"]]
-        read.append([*model.losses, *model.val_losses])
-    assert read[0] == pytest.approx(read[1])

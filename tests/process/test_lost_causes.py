@@ -5,20 +5,18 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from rankwise.errors import WorkerRaisedError
 from rankwise.failures.classify import make_printable
-from rankwise.strategies import DDPElasticStrategy, DDPStrategy
 from tests.helpers.scripts import ScriptRunner
-from tests.process.helpers import TORCHRUN, ddp, with_tests
+from tests.process.helpers import IN_SCRIPTS, TORCHRUN, Calls, with_tests
+from tests.process.host_cases import strategy_of
 from tests.process.test_host_programs import METHODS
 
 SOAK = pytest.mark.soak
-IN_SCRIPTS = with_tests({"PYTEST_CURRENT_TEST": None})  # they import pytest, and are not run by it
 
 
 class TextHangs(Exception):
@@ -49,25 +47,19 @@ class Caused(Exception):
         self.__cause__ = NoAttributes()
 
 
-def elastic(start_method: str, **arguments: Any) -> DDPElasticStrategy:
-    options = {"accelerator": "cpu", "devices": 2, "max_restarts": 0, **arguments}
-    return DDPElasticStrategy(start_method=start_method, **options)
+OTHERS = ("elastic-spawn", "spawn", "forkserver")
+FUNCTIONS = ["fork", "elastic-fork", *(pytest.param(method, marks=SOAK) for method in OTHERS)]
+"""What runs a function in other processes than the caller's."""
 
-
-OTHERS = ((elastic, "spawn"), (ddp, "spawn"), (ddp, "forkserver"))
-FUNCTIONS = [(ddp, "fork"), (elastic, "fork"), *(pytest.param(*each, marks=SOAK) for each in OTHERS)]
-"""The strategies, and their start methods, that run a function in other processes than the caller's."""
-
-Create = Callable[..., DDPStrategy]
 KINDS = [TextHangs, TextExits, NoAttributes, NoDictionary, Caused]
 
 
-@pytest.mark.parametrize(("strategy", "method"), FUNCTIONS)
+@pytest.mark.parametrize("method", FUNCTIONS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_exception_whose_class_is_in_the_way(kind: type[Exception], strategy: Create, method: str) -> None:
+def test_an_exception_whose_class_is_in_the_way(kind: type[Exception], method: str) -> None:
     """The rank and the type are reported, and where it was raised."""
     with pytest.raises(WorkerRaisedError) as caught:
-        strategy(method, timeout=60.0).launch(fail, kind)
+        strategy_of(method, timeout=60.0).launch(fail, kind)
     check(caught.value, kind)
 
 
@@ -84,7 +76,7 @@ RAISES = """
 
     kind = getattr(tasks, sys.argv[1])
     try:
-        tasks.ddp("popen", "auto", timeout=60.0).launch(tasks.fail, kind)
+        tasks.strategy_of("popen", timeout=60.0).launch(tasks.fail, kind)
     except WorkerRaisedError as error:
         tasks.check(error, kind)
         print("checked")
@@ -132,52 +124,64 @@ class TwoArguments(Exception):
         super().__init__(f"{first} and {second}")
 
 
-class Raises:
-    """It can be pickled, but not read back."""
+VALUES = {
+    "exception": TwoArguments(1, 2),
+    "other": Calls(operator.truediv, (1, 0)),
+    "exit": Calls(sys.exit, (3,)),
+}
 
-    def __reduce__(self) -> tuple[Any, tuple[object, ...]]:
-        return operator.truediv, (1, 0)
 
-
-@pytest.mark.parametrize(("strategy", "method"), FUNCTIONS)
+@pytest.mark.parametrize("method", FUNCTIONS)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("value", ["exception", "other"])
-def test_a_value_that_cannot_be_unpickled(value: str, rank: int, strategy: Create, method: str) -> None:
+def test_a_value_that_cannot_be_unpickled(value: str, rank: int, method: str) -> None:
     """The rank that has returned it is named."""
     why = r"argument" if value == "exception" else "division by zero"
     with pytest.raises(WorkerRaisedError, match=rf"what it returned cannot be unpickled: .*{why}") as caught:
-        strategy(method).launch(return_on_rank, rank, value)
+        strategy_of(method).launch(return_on_rank, rank, value)
     assert caught.value.global_rank == rank
     assert caught.value.pid != os.getpid()
 
 
 def return_on_rank(strategy: Any, rank: int, value: str) -> object:
-    if strategy.global_rank != rank:
-        return None
-    return TwoArguments(1, 2) if value == "exception" else Raises()
+    return VALUES[value] if strategy.global_rank == rank else None
 
 
 VALUE = """
+    import sys
+    from rankwise.errors import WorkerError
     from tests.process import test_lost_causes as tasks
 
-    strategy = tasks.ddp("popen")
-    value = strategy.launch(tasks.return_on_rank, 1, "exception")
-    if strategy.is_global_zero:
-        print(value, strategy.results)
+    if __name__ == "__main__":
+        strategy = tasks.strategy_of(sys.argv[1])
+        try:
+            value = strategy.launch(tasks.return_on_rank, 1, sys.argv[2])
+        except WorkerError as error:
+            value = error
+        if strategy.is_global_zero:
+            print(value, strategy.results)
 """
 
 
 def test_a_value_of_a_script_that_cannot_be_unpickled(run_script: ScriptRunner) -> None:
     """It stays with its rank, as one that cannot be pickled."""
-    result = run_script(VALUE, env=IN_SCRIPTS, siblings=1)
+    result = run_script(VALUE, "popen", "exception", env=IN_SCRIPTS, siblings=1)
     assert result.stdout == "None {0: None}\n", result
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_stop_is_no_cause(method: str, run_script: ScriptRunner) -> None:
+    """Where the main process ends a job by itself, no rank is reported to have failed."""
+    result = run_script(VALUE, method, "exit", env=IN_SCRIPTS, siblings=1)
+    assert "JobStopped" not in result.stdout + result.stderr, result
+    assert result.returncode == 3, result
 
 
 STORAGE = """
     import sys
     from rankwise.checkpoint import TorchCheckpointIO
     from rankwise.errors import CheckpointError
-    from tests.process.test_lost_causes import TwoArguments, ddp, elastic
+    from tests.process.test_lost_causes import TwoArguments, strategy_of
 
     class Locked(Exception):
         def __init__(self, *_):
@@ -196,13 +200,12 @@ STORAGE = """
                 print(strategy.global_rank, str(caught).partition("\\n")[0], flush=True)
 
     if __name__ == "__main__":
-        make, method = (elastic, "forkserver") if sys.argv[1] == "elastic" else (ddp, sys.argv[1])
-        make(method, rendezvous="auto", checkpoint_io=Storage()).launch(job)
+        strategy_of(sys.argv[1], checkpoint_io=Storage()).launch(job)
 """
 
 
 @pytest.mark.parametrize(
-    "method", [*METHODS, *(pytest.param(name, marks=SOAK) for name in ("elastic", "torchrun"))]
+    "method", [*METHODS, *(pytest.param(name, marks=SOAK) for name in ("elastic-forkserver", "torchrun"))]
 )
 def test_an_error_of_a_checkpoint_io(method: str, run_script: ScriptRunner) -> None:
     """Every rank raises the error of the rank that saves, also one that cannot be pickled, or read back."""
@@ -214,31 +217,3 @@ def test_an_error_of_a_checkpoint_io(method: str, run_script: ScriptRunner) -> N
         for name in ("TwoArguments", "Locked"):
             text = f"{rank} Checkpoint 'x.ckpt': could not be written: {name}: 1 and 2.\n"
             assert text in result.stdout, result
-
-
-FAILS_AFTERWARDS = """
-    import sys
-    from rankwise.errors import WorkerError
-    from rankwise.strategies import DDPStrategy
-
-    class Value:
-        def __reduce__(self):
-            return sys.exit, (3,)
-
-    def job(strategy):
-        return Value() if strategy.global_rank == 1 else None
-
-    if __name__ == "__main__":
-        try:
-            DDPStrategy(accelerator="cpu", devices=2, start_method=sys.argv[1]).launch(job)
-        except WorkerError as error:
-            print(error)
-"""
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_stop_is_no_cause(method: str, run_script: ScriptRunner) -> None:
-    """Where the main process ends a job by itself, no rank is reported to have failed."""
-    result = run_script(FAILS_AFTERWARDS, method, siblings=1)
-    assert "JobStopped" not in result.stdout + result.stderr, result
-    assert result.returncode == 3, result

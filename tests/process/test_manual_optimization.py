@@ -1,5 +1,6 @@
-"""Manual optimization on two ranks: equal gradients after each backward pass, and one process's weights."""
+"""Manual optimization: ranks have equal gradients and one process's weights; windows are saved."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +10,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from rankwise import DDPStrategy, TrainingModule
+from rankwise import DDPStrategy, Trainer, TrainingModule
 from rankwise.errors import WorkerRaisedError
 from tests.process.helpers import count_calls, ddp
-from tests.process.training_tasks import FEATURES, loader, quiet_trainer, trainer_on
+from tests.process.training_tasks import FEATURES, loader, quiet_trainer, saving_each_step, trainer_on
 
 
 class Gan(TrainingModule):
@@ -87,6 +88,10 @@ class Gan(TrainingModule):
 REDUCTIONS: list[str] = []
 
 
+def weights(module: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(module.parameters()).detach()
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("ways", "options"),
@@ -110,8 +115,7 @@ def test_manual_backward_and_toggle_optimizer_on_two_ranks(
     assert trainer.global_step == alone.global_step == 20
     assert module.differences == 0
     assert module.reductions == 10 * (2 if ways == "blocked" else 3)
-    for mine, theirs in zip(module.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-9)
+    torch.testing.assert_close(weights(module), weights(expected), rtol=0, atol=1e-9)
     assert not torch.equal(next(module.parameters()), next(Gan().parameters()))
 
 
@@ -121,8 +125,7 @@ def test_a_rank_that_has_run_out_takes_part() -> None:
     trainer_on(1, max_epochs=2).fit(expected, loader(33, 8))
     module.is_compared = False  # there are no collectives in steps that some ranks repeat
     trainer_on(2, max_epochs=2, uneven_inputs="join").fit(module, loader(33, 4))
-    for mine, theirs in zip(module.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-9)
+    torch.testing.assert_close(weights(module), weights(expected), rtol=0, atol=1e-9)
 
 
 class Hooked(DDPStrategy):
@@ -144,10 +147,9 @@ def test_a_hook_averages() -> None:
     quiet_trainer(ddp("fork"), 2, max_epochs=1).fit(exact, loader(40, 4))
     quiet_trainer(Hooked(start_method="fork"), 2, max_epochs=1).fit(rounded, loader(40, 4))
     assert rounded.differences == 0
-    pairs = [*zip(rounded.discriminator.parameters(), exact.discriminator.parameters(), strict=True)]
-    assert not all(torch.equal(mine, theirs) for mine, theirs in pairs)
-    for mine, theirs in pairs:
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-2)
+    mine, theirs = weights(rounded.discriminator), weights(exact.discriminator)
+    assert not torch.equal(mine, theirs)
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-2)
 
 
 def test_a_hook_that_remembers_is_refused() -> None:
@@ -156,3 +158,73 @@ def test_a_hook_that_remembers_is_refused() -> None:
     strategy.hook, strategy.state = powerSGD_hook, PowerSGDState(None)
     with pytest.raises(WorkerRaisedError, match="PowerSGDState cannot be used in manual optimisation"):
         quiet_trainer(strategy, 2, max_epochs=1).fit(Gan(), loader(8, 4))
+
+
+BATCHES = 5  # of an epoch, so that windows of two batches end in the next one
+
+
+class Accumulating(TrainingModule):
+    """One optimizer steps for each batch, the other for every second one."""
+
+    number: Tensor
+
+    def __init__(self, ways: str) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.ways = ways
+        torch.manual_seed(5)
+        self.often = nn.Linear(FEATURES, 1).double()
+        self.seldom = nn.Linear(FEATURES, 1).double()
+        self.register_buffer("number", torch.zeros((), dtype=torch.long))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.number += 1
+        steps = (self.step_often, self.step_seldom)
+        for step in reversed(steps) if self.ways == "blocked first" else steps:
+            step(*batch)
+
+    def step_often(self, x: Tensor, y: Tensor) -> None:
+        optimizer = self.optimizers()[0]
+        with optimizer.toggled():
+            optimizer.zero_grad()
+            self.manual_backward(nn.functional.mse_loss(self.often(x), y))
+            optimizer.step()
+
+    def step_seldom(self, x: Tensor, y: Tensor) -> None:
+        optimizer = self.optimizers()[1]
+        is_last = int(self.number) % 2 == 0
+        if not is_last and self.ways != "never cleared":
+            optimizer.zero_grad()
+        is_blocked = self.ways.startswith("blocked") and not is_last
+        with optimizer.toggled(), self.no_backward_sync(is_blocked):
+            self.manual_backward(nn.functional.mse_loss(self.seldom(x), y) / 2)
+        if is_last:
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        layers = (self.often, self.seldom)
+        return [torch.optim.SGD(layer.parameters(), lr=0.01, momentum=0.9) for layer in layers]
+
+
+def fitted(ways: str, devices: int, ckpt_path: Path | None = None, **options: Any) -> tuple[Trainer, Tensor]:
+    trainer, module = trainer_on(devices, max_epochs=2, **options), Accumulating(ways)
+    trainer.fit(module, loader(8 * BATCHES, 8 // devices), ckpt_path=ckpt_path)
+    return trainer, weights(module)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("ways", ["averaged", "blocked", "blocked first", "never cleared"])
+def test_a_checkpoint_has_the_gradients(ways: str, devices: int, tmp_path: Path) -> None:
+    """A run that goes on between the batches of a window ends with the same weights."""
+    trainer, expected = fitted(ways, devices, **saving_each_step(tmp_path))
+    assert trainer.global_step == 3 * BATCHES
+    for step in (1, 3, 7):
+        _, found = fitted(ways, devices, tmp_path / f"step={step}.ckpt")
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_another_number_of_ranks(tmp_path: Path) -> None:
+    """Gradients that two ranks have not averaged yet are averaged for a run on one."""
+    _, expected = fitted("blocked first", 2, **saving_each_step(tmp_path))
+    _, found = fitted("blocked first", 1, tmp_path / "step=4.ckpt")
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)

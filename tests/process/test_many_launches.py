@@ -9,48 +9,38 @@ from tests.helpers.scripts import WITHOUT_COVERAGE, ScriptRunner
 from tests.process.helpers import with_tests
 from tests.process.many_launches import KINDS, Sample, growth
 
-SERIES = 1008
-
-
-def samples(run_script: ScriptRunner, *args: str, timeout: float) -> dict[str, list[Sample]]:
-    """Run the program; return its samples by rank."""
-    command = [sys.executable, "-m", "tests.process.many_launches", *args]
-    result = run_script.command(command, env=with_tests(WITHOUT_COVERAGE), timeout=timeout)
-    assert result.returncode == 0, result
-    found: dict[str, list[Sample]] = {}
-    for line in result.stdout.splitlines():
-        held = json.loads(line)
-        found.setdefault(held["rank"], []).append(held)
-    return found
-
-
 EXPECTED = {
     "killed": "WorkerKilledError",
     "exit": "WorkerExitedError",
     **dict.fromkeys(("refused", "few files", "other devices", "other rendezvous"), "LaunchRefusedError"),
     **dict.fromkeys(("exception", "not readable", "fit fails", "not picklable"), "WorkerRaisedError"),
 }
+LONG = [pytest.mark.soak, pytest.mark.timeout(6 * 3600)]
 
 
-def check(held: list[Sample]) -> None:
-    """Compare the first sample with the last one, and the outcomes with what they should be."""
-    assert growth(held[0], held[-1]) == []
-    for outcome in held[-1]["outcomes"]:
-        how, result = outcome.split(": ")
-        assert result == EXPECTED.get(how, "good"), held[-1]["outcomes"]
+@pytest.mark.parametrize(
+    ("arguments", "timeout_s"),
+    [
+        (["fork", "32", "16", "gc-off"], 60),
+        *(
+            pytest.param([kind, "1008", str(3 * len(KINDS[kind]))], 3 * 3600, id=kind, marks=LONG)
+            for kind in KINDS
+        ),
+    ],
+)
+def test_nothing_grows(arguments: list[str], timeout_s: float, run_script: ScriptRunner) -> None:
+    """The samples of each rank are equal, by every start method, and the outcomes are as they should be.
 
-
-def test_nothing_grows(run_script: ScriptRunner) -> None:
-    """Without garbage collection, too, for what matters to others: descriptors, threads, processes, files."""
-    for held in samples(run_script, "fork", "32", "16", "gc-off", timeout=60).values():
-        check(held)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(6 * 3600)
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_grows_in_a_thousand_launches(kind: str, run_script: ScriptRunner) -> None:
-    """With every start method."""
-    every = 3 * len(KINDS[kind])
-    for held in samples(run_script, kind, str(SERIES), str(every), timeout=3 * 3600).values():
-        check(held)
+    Without garbage collection, too, for what matters to others: descriptors, threads, processes, files.
+    """
+    command = [sys.executable, "-m", "tests.process.many_launches", *arguments]
+    result = run_script.command(command, env=with_tests(WITHOUT_COVERAGE), timeout=timeout_s)
+    assert result.returncode == 0, result
+    samples: dict[str, list[Sample]] = {}
+    for held in map(json.loads, result.stdout.splitlines()):
+        samples.setdefault(held["rank"], []).append(held)
+    for first, *_, last in samples.values():
+        assert growth(first, last) == []
+        for outcome in last["outcomes"]:
+            how, ended = outcome.split(": ")
+            assert ended == EXPECTED.get(how, "good"), last["outcomes"]
