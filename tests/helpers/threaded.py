@@ -1,5 +1,6 @@
 """Ranks as threads of this process, on torch's private "threaded" back end, which only this file uses."""
 
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -84,16 +85,25 @@ def _run_threads(world_size: int, run: Callable[[int], None]) -> None:
 
 def _run_to_the_end(threads: list[threading.Thread]) -> None:
     try:
-        for thread in threads:
-            thread.start()
+        _start(threads)
         for thread in threads:
             thread.join()
     except BaseException as error:  # a time limit of pytest: a rank waits in a collective for ever
         _end_ranks(error)
         for thread in threads:
-            if thread.is_alive():  # the error may come before all have started
+            if thread.is_alive():
                 thread.join(_END_S)
         raise
+
+
+def _start(threads: list[threading.Thread]) -> None:
+    """Start all threads. What a signal raises comes after that: a thread that begins is not alive yet."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGALRM})
+    try:
+        for thread in threads:
+            thread.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _end_ranks(error: BaseException) -> None:
