@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed import multi_threaded_pg
+from typing_extensions import override
 
 from rankwise.environments import ClusterEnvironment
 from rankwise.launchers import Launcher
@@ -76,32 +77,50 @@ def _run_threads(world_size: int, run: Callable[[int], None]) -> None:
     isolate(True)
     _private._install_threaded_pg()
     try:
-        _run_to_the_end([threading.Thread(target=run, args=(rank,)) for rank in range(world_size)])
+        _run_to_the_end([_Rank(run, rank) for rank in range(world_size)])
     finally:
         _private.ProcessLocalGroup.reset()
         _private._uninstall_threaded_pg()
         isolate(False)
 
 
-def _run_to_the_end(threads: list[threading.Thread]) -> None:
+class _Rank(threading.Thread):
+    """A rank's thread. Unlike `join` in Python 3.11, an interrupted `wait` does not take it as ended."""
+
+    def __init__(self, run: Callable[[int], None], rank: int) -> None:
+        super().__init__(target=run, args=(rank,))
+        self._has_ended = threading.Event()
+
+    @override
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            self._has_ended.set()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if self._has_ended.wait(timeout_s):
+            self.join()
+
+
+def _run_to_the_end(ranks: list[_Rank]) -> None:
     try:
-        _start(threads)
-        for thread in threads:
-            thread.join()
+        _start(ranks)
+        for rank in ranks:
+            rank.wait()
     except BaseException as error:  # a time limit of pytest: a rank waits in a collective for ever
         _end_ranks(error)
-        for thread in threads:
-            if thread.is_alive():
-                thread.join(_END_S)
+        for rank in ranks:
+            rank.wait(_END_S)
         raise
 
 
-def _start(threads: list[threading.Thread]) -> None:
-    """Start all threads. What a signal raises comes after that: a thread that begins is not alive yet."""
+def _start(ranks: list[_Rank]) -> None:
+    """Start all ranks; what a signal's handler raises comes after that."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGALRM})
     try:
-        for thread in threads:
-            thread.start()
+        for rank in ranks:
+            rank.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
