@@ -7,14 +7,13 @@ import ctypes
 import gc
 import multiprocessing
 import os
-import resource
 import signal
 import socket
 import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ import torch
 from rankwise.errors import LaunchRefusedError, WorkerError, WorkerTimedOutError
 from rankwise.processes import started_process
 from rankwise.strategies import DDPElasticStrategy, DDPStrategy, Strategy
+from tests.helpers import own_process
 
 
 def strategy_of(method: str, **arguments: Any) -> DDPStrategy:
@@ -350,18 +350,6 @@ def held() -> tuple[list[str], list[psutil.Process]]:
     return sorted(kinds), psutil.Process().children()
 
 
-@contextlib.contextmanager
-def file_limit(spare: int) -> Iterator[None]:
-    """Let this process open only so many more files in the block."""
-    free = [number for number in range(1000) if not Path(f"/proc/self/fd/{number}").exists()]
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free[spare], before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
 def few_files(method: str) -> None:
     arguments = {"command": [sys.executable, sys.argv[0], "few_files_rank"]} if method == "popen" else {}
     if method != "popen":
@@ -370,7 +358,7 @@ def few_files(method: str) -> None:
     for spare in range(1, 62, 20):
         strategy = strategy_of(method, **arguments)
         try:
-            with file_limit(spare):
+            with own_process.few_files(spare):
                 outcome = strategy.launch(quick)
         except Exception as error:
             outcome = f"{type(error).__name__}: {error}".replace("\n", " ")

@@ -35,8 +35,9 @@ import psutil
 import torch
 
 from rankwise.strategies import DDPStrategy
+from tests.helpers.own_process import few_files
 from tests.process.exception_tasks import FAILS_AT, Fails
-from tests.process.host_cases import file_limit, strategy_of
+from tests.process.host_cases import strategy_of
 from tests.process.training_tasks import Regression, loader, quiet_trainer
 
 Sample = dict[str, Any]
@@ -216,7 +217,7 @@ def launch_as(kind: str, how: str, number: int) -> str:
     try:
         if how == "refused":
             config["daemon"] = True
-        with file_limit(number % 40) if how == "few files" else nullcontext():
+        with few_files(number % 40) if how == "few files" else nullcontext():
             launch(strategy, how)
     except Exception as error:
         sys.stderr.write(f"{number} {how}: {type(error).__name__}: {error}"[:300] + "\n")

@@ -13,7 +13,15 @@ from torch.utils.data import Dataset
 from rankwise import DataModule
 from rankwise.callbacks import LearningRateCurve, LearningRateFinder, ModelCheckpoint
 from rankwise.errors import ConfigurationError, InvalidArgumentError, MissingExtraError
-from tests.unit.trainer.helpers import Duel, Line, Recording, fitted, samples, trainer, without_package
+from tests.unit.trainer.helpers import (
+    Line,
+    Recording,
+    WithTwoOptimizers,
+    fitted,
+    samples,
+    trainer,
+    without_package,
+)
 from tests.unit.trainer.helpers import loader as batches
 
 
@@ -188,7 +196,7 @@ class WithLock(Line):
     ("module", "finder", "problem"),
     [
         (Line(), LearningRateFinder(attr_name="rate"), r"finds no learning rate(?s:.*)'rate'"),
-        (Duel(), LearningRateFinder(), "cannot step the optimizers of Duel"),
+        (WithTwoOptimizers(), LearningRateFinder(), "cannot step the optimizers of WithTwoOptimizers"),
         (WithLock(), LearningRateFinder(), "cannot copy WithLock"),
     ],
 )

@@ -11,7 +11,7 @@ from rankwise.callbacks import LearningRateMonitor, ModelCheckpoint
 from rankwise.checkpoint import TorchCheckpointIO
 from rankwise.errors import ConfigurationError, InvalidArgumentError
 from rankwise.loggers import CSVLogger
-from tests.unit.trainer.helpers import Duel, Line, fitted, loader, trainer
+from tests.unit.trainer.helpers import Line, WithTwoOptimizers, fitted, loader, trainer
 
 
 class Decaying(Line):
@@ -106,7 +106,7 @@ def test_parameter_groups(tmp_path: Path) -> None:
         rows(tmp_path, LearningRateMonitor(), TwoGroups("same", "same"))
 
 
-class TwoOptimizers(Duel):
+class WithNamedScheduler(WithTwoOptimizers):
     """One of its optimizers has a scheduler that has a name."""
 
     def configure_optimizers(self) -> Any:
@@ -114,7 +114,7 @@ class TwoOptimizers(Duel):
         return [first, second], [{"scheduler": torch.optim.lr_scheduler.StepLR(second, 1), "name": "own"}]
 
 
-class EverySecond(TwoOptimizers):
+class EverySecond(WithNamedScheduler):
     """Steps in every second batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -125,7 +125,7 @@ class EverySecond(TwoOptimizers):
 def test_two_optimizers(tmp_path: Path) -> None:
     """In manual optimisation all are logged, by a scheduler's name; each batch is a step, as in Lightning."""
     monitor = LearningRateMonitor("step")
-    rows(tmp_path, monitor, TwoOptimizers(), max_epochs=1, log_every_n_steps=2)
+    rows(tmp_path, monitor, WithNamedScheduler(), max_epochs=1, log_every_n_steps=2)
     assert monitor.lrs == {"own": [0.1, 0.1], "lr-SGD": [0.1, 0.1]}
     found = rows(tmp_path, LearningRateMonitor("step"), EverySecond(), max_epochs=1)
     assert values(found, "lr-SGD") == [(0, 0.1), (1, 0.1), (2, 0.1), (3, 0.1)]

@@ -77,7 +77,7 @@ class Line(TrainingModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
-class Duel(Line):
+class WithTwoOptimizers(Line):
     """Two layers, an optimizer for each, and a step that a test may replace."""
 
     def __init__(self) -> None:

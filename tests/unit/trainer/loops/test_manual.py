@@ -13,7 +13,7 @@ from rankwise.precision import MasterWeightsPrecision, MixedPrecision
 from rankwise.strategies import SingleDeviceStrategy
 from rankwise.trainer.module import TrainerOptimizer
 from tests.unit.gradient_sync.helpers import fit_on_ranks, registering, step_by_hand
-from tests.unit.trainer.helpers import Duel, Line, fitted, loader, saved, trainer
+from tests.unit.trainer.helpers import Line, WithTwoOptimizers, fitted, loader, saved, trainer
 
 
 def by_hand(layer: nn.Linear) -> Tensor:
@@ -28,7 +28,7 @@ def by_hand(layer: nn.Linear) -> Tensor:
 
 def test_two_optimizers(tmp_path: Path) -> None:
     """Each optimizer steps its own layer as a loop by hand does; every step counts."""
-    model, twin, train = Duel(), Duel(), trainer(tmp_path)
+    model, twin, train = WithTwoOptimizers(), WithTwoOptimizers(), trainer(tmp_path)
     twin.load_state_dict(model.state_dict())
     train.fit(model, loader())
     assert torch.equal(model.layer.weight, by_hand(twin.layer))
@@ -41,7 +41,7 @@ def test_one_optimizer_is_not_a_list(tmp_path: Path) -> None:
     """With one optimizer `self.optimizers()` is it; all but its steps is the optimizer's own."""
     seen: list[Any] = []
 
-    class Single(Duel):
+    class Single(WithTwoOptimizers):
         def training_step(self, batch: Any, batch_idx: int) -> None:
             seen.append(self.optimizers())
             step_by_hand(self, self.loss(batch))
@@ -61,7 +61,7 @@ def test_step_after_the_fit(tmp_path: Path) -> None:
     """An optimizer that is kept after its fit still steps, and counts the step."""
     kept: list[Any] = []
 
-    class Keeping(Duel):
+    class Keeping(WithTwoOptimizers):
         def training_step(self, batch: Any, batch_idx: int) -> None:
             kept[:] = self.optimizers()
             super().training_step(batch, batch_idx)
@@ -80,7 +80,7 @@ def test_hooks(tmp_path: Path) -> None:
     """The hooks around backward passes and steps run; as in Lightning, `on_before_zero_grad` does not."""
     seen = []
 
-    class Noting(Duel):
+    class Noting(WithTwoOptimizers):
         def on_before_zero_grad(self, optimizer: Any) -> None:
             seen.append("zero")
 
@@ -105,7 +105,7 @@ def test_toggling(tmp_path: Path, plugins: list[Any]) -> None:
     """
     seen = []
 
-    class Toggling(Duel):
+    class Toggling(WithTwoOptimizers):
         def __init__(self) -> None:
             super().__init__()
             self.other.bias.requires_grad_(False)
@@ -138,7 +138,7 @@ def test_toggling(tmp_path: Path, plugins: list[Any]) -> None:
 def test_backward_options(tmp_path: Path) -> None:
     """`retain_graph` reaches torch: one graph, two backward passes."""
 
-    class Twice(Duel):
+    class Twice(WithTwoOptimizers):
         def training_step(self, batch: Any, batch_idx: int) -> None:
             loss = self.loss(batch)
             self.manual_backward(loss, retain_graph=True)
@@ -155,7 +155,7 @@ def test_backward_options(tmp_path: Path) -> None:
 def test_closures(tmp_path: Path) -> None:
     """An optimizer that needs its loss again gets a closure."""
 
-    class Closed(Duel):
+    class Closed(WithTwoOptimizers):
         def training_step(self, batch: Any, batch_idx: int) -> None:
             optimizer = self.optimizers()
 
@@ -182,7 +182,7 @@ def test_closures(tmp_path: Path) -> None:
 def test_schedulers_are_the_modules_business(tmp_path: Path) -> None:
     """Only the module steps the schedulers."""
 
-    class Scheduled(Duel):
+    class Scheduled(WithTwoOptimizers):
         def on_train_epoch_end(self) -> None:
             first, _ = self.lr_schedulers()
             first.step()
@@ -199,7 +199,7 @@ def test_schedulers_are_the_modules_business(tmp_path: Path) -> None:
 def test_clipping(tmp_path: Path, algorithm: str, value: float) -> None:
     """`clip_gradients` limits true gradients, with scaled losses too."""
 
-    class Clipping(Duel):
+    class Clipping(WithTwoOptimizers):
         def training_step(self, batch: Any, batch_idx: int) -> None:
             first, _ = self.optimizers()
             self.manual_backward(self.loss(batch) * 100)
@@ -215,7 +215,7 @@ def test_clipping(tmp_path: Path, algorithm: str, value: float) -> None:
 
 def test_scaled_losses_of_two_optimizers(tmp_path: Path) -> None:
     """With float16, two optimizers in a step move their weights as without, up to rounding."""
-    plain, scaled = Duel(), Duel()
+    plain, scaled = WithTwoOptimizers(), WithTwoOptimizers()
     scaled.load_state_dict(plain.state_dict())
     trainer(tmp_path).fit(plain, loader())
     trainer(tmp_path, plugins=[MixedPrecision("16-mixed", init_scale=256.0)]).fit(scaled, loader())
@@ -226,7 +226,7 @@ def test_scaled_losses_of_two_optimizers(tmp_path: Path) -> None:
 def test_nonfinite_losses_are_judged_by_optimizer(tmp_path: Path) -> None:
     """A NaN in one player's loss skips its step alone, or stops."""
 
-    class Spoilt(Duel):
+    class Spoilt(WithTwoOptimizers):
         def training_step(self, batch: Any, batch_idx: int) -> None:
             for optimizer, layer, factor in zip(
                 self.optimizers(), (self.layer, self.other), (float("nan"), 1.0), strict=True
@@ -247,7 +247,7 @@ def test_nonfinite_losses_are_judged_by_optimizer(tmp_path: Path) -> None:
 def test_a_loss_whose_gradients_are_cleared(tmp_path: Path) -> None:
     """A later step is not refused for it: an infinite gradient of a finite loss is named as such."""
 
-    class Cleared(Duel):
+    class Cleared(WithTwoOptimizers):
         def training_step(self, batch: Any, batch_idx: int) -> None:
             first, _ = self.optimizers()
             for factor in (float("nan"), 1.0):
@@ -265,7 +265,7 @@ def test_a_loss_whose_gradients_are_cleared(tmp_path: Path) -> None:
 def test_checkpoints_keep_both_optimizers(tmp_path: Path) -> None:
     """A run that is resumed ends like one that was not."""
 
-    class Adams(Duel):
+    class Adams(WithTwoOptimizers):
         def configure_optimizers(self) -> Any:
             return [torch.optim.Adam(layer.parameters()) for layer in (self.layer, self.other)]
 
@@ -282,7 +282,7 @@ def test_checkpoints_keep_both_optimizers(tmp_path: Path) -> None:
 def test_arguments_that_have_no_effect(tmp_path: Path, name: str, value: float) -> None:
     """What manual optimisation leaves to the module is refused, before anything starts."""
     with pytest.raises(ConfigurationError, match=f"{name} has no effect"):
-        trainer(tmp_path, **{name: value}).fit(Duel(), loader())
+        trainer(tmp_path, **{name: value}).fit(WithTwoOptimizers(), loader())
 
 
 @pytest.mark.parametrize(
@@ -297,10 +297,10 @@ def test_hooks_that_cannot_be_used(tmp_path: Path, arguments: dict[str, Any]) ->
     """Hooks that keep gradients, or would have to average weights, are refused before anything starts."""
     strategy = DDPStrategy(start_method="fork", **arguments)
     with pytest.raises(ConfigurationError, match="optimises manually"):
-        trainer(tmp_path, strategy=strategy, devices=2).fit(Duel(), loader())
+        trainer(tmp_path, strategy=strategy, devices=2).fit(WithTwoOptimizers(), loader())
 
 
-class Weighted(Duel):
+class Weighted(WithTwoOptimizers):
     """Each rank's backward passes have another weight."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -344,7 +344,7 @@ def test_calls_outside_of_it(tmp_path: Path) -> None:
 def test_another_clipping_algorithm(tmp_path: Path) -> None:
     """A misspelt algorithm is an error."""
 
-    class Clipping(Duel):
+    class Clipping(WithTwoOptimizers):
         def training_step(self, batch: Any, batch_idx: int) -> None:
             self.clip_gradients(self.optimizers()[0], 1.0, "l2")
 
@@ -356,7 +356,7 @@ def test_another_clipping_algorithm(tmp_path: Path) -> None:
 def test_log_weight_is_refused(tmp_path: Path, weighting: str) -> None:
     """Backward passes have weights here, not steps: a logged one would be ignored."""
 
-    class Logging(Duel):
+    class Logging(WithTwoOptimizers):
         def training_step(self, batch: Any, batch_idx: int) -> None:
             first, _ = self.optimizers()
             first.zero_grad()
