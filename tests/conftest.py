@@ -34,6 +34,20 @@ NEW_INTERPRETERS = ("spawn", "forkserver", "elastic", "popen", "torchrun")
 """Words in parameters of tests whose ranks import torch, which takes seconds: of the tier `full`, too."""
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import the files without a test of the default tier where no other one is chosen."""
+    is_file = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
+    if not (is_file and _is_default_tier(config) and _is_in(collection_path, (*SLOW_FOLDERS, "cluster"))):
+        return None
+    return "pytest.mark.quick" not in collection_path.read_text() or None
+
+
+def _is_default_tier(config: pytest.Config) -> bool:
+    """Return whether the command names neither a path nor a marker."""
+    names_no_path = config.args_source is config.ArgsSource.TESTPATHS
+    return names_no_path and config.option.markexpr in config.getini("addopts")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests by their folders; leave the tier `full` out where the command names no path or marker."""
     for item in items:
@@ -43,8 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         is_soak = item.get_closest_marker("soak") is not None
         if not (is_quick or is_soak) and _is_in(item.path, SLOW_FOLDERS):
             item.add_marker(pytest.mark.full)
-    names_no_path = config.args_source is config.ArgsSource.TESTPATHS
-    if names_no_path and config.option.markexpr in config.getini("addopts"):
+    if _is_default_tier(config):
         full = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=full)
         items[:] = [item for item in items if not item.get_closest_marker("full")]

@@ -12,6 +12,8 @@ from tests.process.helpers import with_tests
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
+SOAK = pytest.mark.soak
+METHODS = ("fork", "popen")
 TIMEOUT_S = 8
 SCRIPT = f"""
 import os, signal, sys, time
@@ -147,7 +149,7 @@ OF_ZERO = ("Worker global_rank=0 (local_rank=0, node_rank=0, host 'hosta', pid",
 OF_THREE = "Worker global_rank=3 (local_rank=1, node_rank=1"
 
 
-@pytest.mark.parametrize("method", ["popen", pytest.param("fork", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("method", ["popen", pytest.param("fork", marks=SOAK)])
 def test_each_node_starts_its_own(hosts: TwoHosts, run_script: ScriptRunner, method: str) -> None:
     """Four ranks on two nodes connect at node 0's address, and again for a second job."""
     results = run(hosts, run_script, method, "end")
@@ -180,15 +182,16 @@ KILLED = (f"{OF_THREE}, host 'hostb', pid", "was killed by SIGKILL")
     ("method", "what", "code", "said"),
     [
         ("fork", "raise", 1, (OF_THREE, BOOM)),
-        ("fork", "late", 1, (OF_THREE, BOOM)),  # when the other node has finished
+        pytest.param("fork", "late", 1, (OF_THREE, BOOM), marks=SOAK),  # when the other node has finished
         ("popen", "kill", 137, KILLED),
-        pytest.param("fork", "kill", 137, KILLED, marks=pytest.mark.soak),
-        ("fork", "apart", 1, OF_ZERO),
-        pytest.param("popen", "apart", 1, OF_ZERO, marks=pytest.mark.soak),
-        ("popen", "kill early", 137, KILLED[:1]),
+        pytest.param("fork", "kill", 137, KILLED, marks=SOAK),
+        *(pytest.param(method, "apart", 1, OF_ZERO, marks=SOAK) for method in METHODS),
+        pytest.param("popen", "kill early", 137, KILLED[:1], marks=SOAK),
         ("fork", "raise early", 1, KILLED[:1]),
-        ("fork", "early, when all have met", 137, KILLED[:1]),
-        pytest.param("popen", "early, when all have met", 137, KILLED[:1], marks=pytest.mark.soak),
+        *(
+            pytest.param(method, "early, when all have met", 137, KILLED[:1], marks=SOAK)
+            for method in METHODS
+        ),
     ],
 )
 def test_a_failure_is_named_on_both_nodes(
@@ -213,9 +216,7 @@ def test_who_is_late_is_named_on_both_nodes(hosts: TwoHosts, run_script: ScriptR
     assert f"rankwise: {late}" in results[0].stderr, results[0].stderr
 
 
-@pytest.mark.parametrize(
-    ("method", "what"), [("popen", "fit"), pytest.param("fork", "train", marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize(("method", "what"), [("popen", "fit"), pytest.param("fork", "train", marks=SOAK)])
 def test_a_cut_cable_ends_both_nodes(
     method: str, what: str, hosts: TwoHosts, run_script: ScriptRunner
 ) -> None:

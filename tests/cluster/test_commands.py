@@ -61,7 +61,7 @@ def start(hosts: TwoHosts, runner: ScriptRunner, *arguments: str) -> RunningScri
     return runner.start_command(hosts.command("hosta", [sys.executable, *program]), env=with_tests())
 
 
-@pytest.mark.parametrize("rendezvous", ["private", "tcp"])
+@pytest.mark.parametrize("rendezvous", ["private", pytest.param("tcp", marks=pytest.mark.soak)])
 def test_ranks_of_two_hosts(hosts: TwoHosts, run_script: ScriptRunner, rendezvous: str) -> None:
     """They meet through the launching process, and no command line has the job's key."""
     result = start(hosts, run_script, rendezvous, "end").finish()

@@ -76,8 +76,9 @@ def rerun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[str, Li
 
 
 # Ranks that are no forks import torch, which takes seconds; the last ones differ as others do.
-NEW_INTERPRETERS = (*RERUN, "ddp_spawn", "ddp_elastic")
 UNUSED = tuple(f"_find_unused_parameters_{value}" for value in ("false", "true"))
+FORKSERVER = ("ddp_forkserver", *(f"ddp_forkserver{unused}" for unused in UNUSED))
+NEW_INTERPRETERS = (*RERUN, *FORKSERVER, "ddp_spawn", "ddp_elastic")
 SLOW = tuple(f"{name}{unused}" for name in ("ddp_spawn", "ddp_elastic") for unused in UNUSED)
 
 
@@ -314,6 +315,7 @@ def test_an_optimizers_closure_is_called(name: str, size: int) -> None:
     assert change == pytest.approx(-1.0)
 
 
+@pytest.mark.full
 def test_a_partial_function_is_launched() -> None:
     """Any callable that can be pickled can be launched."""
     strategy = StrategyRegistry.create("ddp_forkserver", accelerator="cpu", devices=2)

@@ -99,6 +99,7 @@ def is_preloaded(run_script: ScriptRunner, **options: Any) -> bool:
     return run_script("import sys; print('torch' in sys.modules)", **options).stdout == "True\n"
 
 
+@pytest.mark.full
 def test_what_is_read_at_the_start_is_read(run_script: ScriptRunner) -> None:
     """A program has an interpreter of its own for flags, variables that are read early, other modules."""
     for env in (None, with_tests({"RANK": "3"}), with_tests(dict.fromkeys(SET_BY_IMPORTS, "TRUE"))):

@@ -59,8 +59,9 @@ def with_tests(more: Mapping[str, str | None] | None = None) -> dict[str, str | 
     return {"PYTHONPATH": path, **(more or {})}
 
 
-IN_SCRIPTS = with_tests({"PYTEST_CURRENT_TEST": None})
-"""The same for a script that imports pytest, and is not run by it."""
+def in_scripts() -> dict[str, str | None]:
+    """Return the same for a script that imports pytest, and is not run by it."""
+    return with_tests({"PYTEST_CURRENT_TEST": None})
 
 
 def count_calls(patch: pytest.MonkeyPatch, calls: list[str], *names: str) -> None:

@@ -29,7 +29,6 @@ from tests.process.exception_tasks import Fails
 from tests.process.training_tasks import FEATURES, Regression, dataset, loader, quiet_trainer
 
 
-@pytest.mark.quick
 def test_what_monitors_log(tmp_path: Path) -> None:
     """One rank logs the learning rates and the throughput of all; the caller of the ranks has the rates."""
     monitor, logger = LearningRateMonitor(), CSVLogger(tmp_path)
@@ -142,7 +141,6 @@ class WithRate(Regression):
         return torch.optim.SGD(self.parameters(), self.lr)
 
 
-@pytest.mark.quick
 def test_the_learning_rate_of_one_process() -> None:
     """Two ranks search as one process does, and train with the same learning rate; the caller has both."""
     found: list[Any] = []
@@ -168,7 +166,6 @@ class WithBackbone(Regression):
         return torch.optim.Adam([each for each in self.parameters() if each.requires_grad], 0.01)
 
 
-@pytest.mark.quick
 def test_a_backbone_on_two_ranks() -> None:
     """Two fits, of forked ranks, train the backbone from its epoch on as one fit of one process does."""
     module, expected, callback = WithBackbone(), WithBackbone(), BackboneFinetuning(1)
@@ -204,7 +201,6 @@ def test_each_rank_writes_its_predictions(tmp_path: Path) -> None:
     assert [found[index] for index in range(15)] == torch.cat(everything).flatten().tolist()
 
 
-@pytest.mark.quick
 def test_exceptions_reach_the_caller() -> None:
     """The caller's callbacks get what `fit` raises, once."""
     seen: list[tuple[bool, BaseException]] = []

@@ -12,12 +12,12 @@ from tests.process.continued_tasks import differences
 from tests.process.helpers import TORCHRUN, with_tests
 
 
+@pytest.mark.quick
 def test_in_one_process(tmp_path: Path) -> None:
     """One process continues, with the random numbers that one long fit would draw."""
     assert differences("single_device", 1, tmp_path, sharded=False) == []
 
 
-@pytest.mark.quick
 def test_in_other_processes(tmp_path: Path) -> None:
     """So do two forked ranks, whose states are in the calling process between the fits."""
     assert differences("ddp_fork", 2, tmp_path, sharded=False) == []

@@ -76,8 +76,7 @@ def loaders() -> dict[str, DataLoader[Any]]:
     }
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("kind", loaders())
+@pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.quick), *list(loaders())[1:]])
 def test_each_sample_counts_once(kind: str) -> None:
     """1,003 samples on one to four ranks give the same metrics to 1e-9, metric objects included."""
     [expected] = trainer_on(1).test(Measured(), loaders()[kind])
@@ -108,7 +107,6 @@ class Split(Regression):
     predict_dataloader = test_dataloader
 
 
-@pytest.mark.quick
 def test_a_distributed_sampler_of_the_users() -> None:
     """Ten samples on three ranks: each counts once, and predictions are in the order of the data."""
     expected = trainer_on(1).test(Regression(), loader(10, 2))[0]

@@ -85,7 +85,6 @@ def _torchrun(run_script: ScriptRunner, script: Path, *args: str) -> ScriptResul
     return run_script.command(command, env=with_tests(), timeout=120, siblings=2)
 
 
-@pytest.mark.quick
 def test_torchruns_processes_are_the_ranks(run_script: ScriptRunner) -> None:
     """Torchrun's processes are the ranks of every strategy, which starts no others; other numbers are errors.
 

@@ -9,7 +9,7 @@ import torch
 from rankwise.callbacks import ModelCheckpoint
 from rankwise.errors import WorkerRaisedError
 from tests.helpers.scripts import ScriptRunner
-from tests.process.helpers import IN_SCRIPTS
+from tests.process.helpers import in_scripts
 from tests.process.training_tasks import Regression, loader, quiet_trainer
 
 SOAK = pytest.mark.soak
@@ -32,7 +32,7 @@ def train(strategy: str, folder: str | Path, epochs: int, **options: Any) -> Mod
 
 def resume(strategy: str, folder: Path, path: Path, run_script: ScriptRunner) -> str:
     if strategy == "ddp":
-        return run_script(SCRIPT, str(folder), str(path), env=IN_SCRIPTS).stderr
+        return run_script(SCRIPT, str(folder), str(path), env=in_scripts()).stderr
     try:
         train(strategy, folder, 2, ckpt_path=path)
     except WorkerRaisedError as error:

@@ -12,7 +12,7 @@ from rankwise.testing import run_distributed
 from tests.helpers.load import slowdown
 from tests.helpers.processes import wait_until_gone
 from tests.helpers.scripts import ScriptRunner
-from tests.process.helpers import IN_SCRIPTS, METHODS, combinations, ddp, with_tests
+from tests.process.helpers import METHODS, combinations, ddp, in_scripts, with_tests
 
 SOAK = pytest.mark.soak
 HEAVY = """
@@ -121,7 +121,7 @@ MAIN_KILLED = """
 )
 def test_data_workers_leave_with_the_main_process(start_method: str, run_script: ScriptRunner) -> None:
     """After SIGKILL of the main process the ranks and their sleeping loader workers end at once."""
-    running = run_script.start(MAIN_KILLED, start_method, env=IN_SCRIPTS, siblings=1)
+    running = run_script.start(MAIN_KILLED, start_method, env=in_scripts(), siblings=1)
     running.wait_for("loading", count=2)
     assert len(running.processes()) >= 6
     running.send_signal(signal.SIGKILL)
@@ -133,7 +133,7 @@ def test_the_callers_own_data_workers_do_not_hold_ranks(run_script: ScriptRunner
     loader = "DataLoader([0, 1], num_workers=1, persistent_workers=True)"
     begin = f"        iterator = iter({loader})\n        next(iterator)\n"
     source = MAIN_KILLED.replace("        DDPStrategy(", f"{begin}        DDPStrategy(")
-    running = run_script.start(source, "fork", env=IN_SCRIPTS)
+    running = run_script.start(source, "fork", env=in_scripts())
     running.wait_for("loading", count=2)
     ranks = [p for p in psutil.Process(running.pid).children() if len(p.children()) == 2]
     assert len(ranks) == 2

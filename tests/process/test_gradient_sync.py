@@ -50,7 +50,6 @@ def fitted(arguments: dict[str, Any], steps: int, module: Any = None, **options:
     return trainer, module
 
 
-@pytest.mark.quick
 def test_hook_memory_goes_through_a_checkpoint(tmp_path: Path) -> None:
     """A run with PowerSGD that is resumed, from the caller's checkpoint, ends as one that went through."""
     _, whole = fitted(POWERSGD, 8)
@@ -129,7 +128,6 @@ def test_optimizer_state_of_a_sharded_optimizer(tmp_path: Path) -> None:
         torch.testing.assert_close(weights(each), weights(expected_module), rtol=0, atol=1e-9)
 
 
-@pytest.mark.quick
 def test_averaging_refuses_a_sharded_optimizer() -> None:
     """The error of every rank is the one that says so."""
     arguments = {"comm_hook": "post_localsgd", "model_averaging_period": 2}
@@ -193,7 +191,6 @@ def check_on_processes(case: Case) -> None:
     torch.testing.assert_close(weights(module), expected_weights(case), rtol=0, atol=1e-6)
 
 
-@pytest.mark.quick
 @settings(max_examples=6, deadline=None, derandomize=True, database=None)
 @given(cases().filter(lambda case: case.world_size > 1))
 def test_ranks_equal_one_process(case: Case) -> None:

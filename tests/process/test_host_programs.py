@@ -1,6 +1,5 @@
 """Programs around a job that have changed what a process has of the operating system, or what it may have."""
 
-import itertools
 import re
 import signal
 import sys
@@ -19,9 +18,8 @@ SOAK = pytest.mark.soak
 METHODS = ["fork", "popen", *(pytest.param(method, marks=SOAK) for method in ("spawn", "forkserver"))]
 EVERY = [*METHODS, "elastic-fork", pytest.param("elastic-spawn", marks=SOAK)]
 
-FORKING = ("fork", "elastic-fork")
 UNKNOWN = ("ignored", "reaped")  # how exit codes can be unknown
-ALL_METHODS = (*FORKING, "spawn", "forkserver", "elastic-spawn", "popen")
+ALL_METHODS = ("fork", "elastic-fork", "spawn", "forkserver", "elastic-spawn", "popen")
 
 cases = cases_of(host_cases)
 
@@ -31,7 +29,12 @@ cases = cases_of(host_cases)
     combinations(
         ("timeout", *UNKNOWN),
         ALL_METHODS,
-        quick=[*itertools.product(("timeout", *UNKNOWN), FORKING), *((how, "popen") for how in UNKNOWN)],
+        quick=[
+            ("timeout", "elastic-fork"),
+            ("ignored", "fork"),
+            ("ignored", "popen"),
+            ("reaped", "elastic-fork"),
+        ],
     ),
 )
 def test_a_good_job_and_a_killed_rank(situation: str, method: str, cases: Cases) -> None:
@@ -115,7 +118,11 @@ by_seccomp = pytest.mark.skipif(sys.platform != "linux", reason="system calls ar
 @pytest.mark.parametrize("method", [METHODS[0], *METHODS[2:]])
 @pytest.mark.parametrize(
     "situation",
-    ["pidfd missing", "pidfd refused", "sending refused", pytest.param("memfd refused", marks=SOAK)],
+    [
+        "pidfd missing",
+        "sending refused",
+        *(pytest.param(f"{what} refused", marks=SOAK) for what in ("pidfd", "memfd")),
+    ],
 )
 def test_system_calls_that_are_missing(situation: str, method: str, cases: Cases) -> None:
     """Without pidfds or memory files a job ends as it does with them, well or badly.
@@ -146,7 +153,7 @@ MAIN_IS_A_RANK = ["popen", *(pytest.param(method, marks=SOAK) for method in STAR
 
 @pytest.mark.parametrize("method", MAIN_IS_A_RANK)
 @pytest.mark.parametrize(
-    "how", ["swallow", "thread", *(pytest.param(how, marks=SOAK) for how in ("except", "blocked", "print"))]
+    "how", ["thread", *(pytest.param(how, marks=SOAK) for how in ("swallow", "except", "blocked", "print"))]
 )
 def test_a_rank_that_nothing_interrupts(how: str, method: str, cases: Cases) -> None:
     """It is killed; where it is rank 0 in the main process, that prints the cause and ends."""
@@ -211,8 +218,14 @@ def test_too_few_files(method: str, cases: Cases) -> None:
 
 
 @by_seccomp
-@pytest.mark.parametrize("method", EVERY)
-@pytest.mark.parametrize("situation", ["processes", "memory", "threads"])
+@pytest.mark.parametrize(
+    ("situation", "method"),
+    combinations(
+        ("processes", "memory", "threads"),
+        ALL_METHODS,
+        quick=[("processes", "fork"), ("memory", "popen"), ("threads", "elastic-fork")],
+    ),
+)
 def test_too_few_processes(situation: str, method: str, cases: Cases) -> None:
     """The limit is named, and no process is left."""
     result = cases("few_processes", situation, method)

@@ -35,7 +35,7 @@ class Configured(Regression):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
+@pytest.mark.parametrize("strategy", ["ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.soak)])
 def test_they_are_everywhere(strategy: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """They reach workers, checkpoints, one logger, and the caller again, as attributes do."""
     saving, logger = ModelCheckpoint(tmp_path), CSVLogger(tmp_path)

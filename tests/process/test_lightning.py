@@ -407,7 +407,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.quick
 def test_a_cluster_environment_of_lightnings(run_script: ScriptRunner) -> None:
     """One given as a plug-in determines ranks and address, in Lightning's Trainer and in rankwise's."""
     path, port = run_script.write(BEGIN + OWN_ENVIRONMENT), str(free_port())
@@ -483,7 +482,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.quick
 @pytest.mark.timeout(600)  # by spawn, ten processes import Lightning one pair after another
 @pytest.mark.parametrize(
     "strategy",

@@ -16,7 +16,7 @@ from rankwise.strategies import Strategy
 from tests.helpers import processes
 from tests.helpers.load import slowdown
 from tests.helpers.scripts import ScriptRunner
-from tests.process.helpers import IN_SCRIPTS, combinations, ddp
+from tests.process.helpers import combinations, ddp, in_scripts
 
 STUCK = """
     import os, signal, sys, time
@@ -132,7 +132,7 @@ def test_a_busy_worker_that_is_no_fork_ends_with_its_rank(
     # In a script: in pytest's own process another test may have started a resource tracker, which then clears
     # up after these ranks only when pytest ends.
     (folder := tmp_path / "pids").mkdir()
-    running = run_script.start(SCRIPT, start_method, str(folder), method, env=IN_SCRIPTS, siblings=1)
+    running = run_script.start(SCRIPT, start_method, str(folder), method, env=in_scripts(), siblings=1)
     running.wait_for("killed 1", timeout=90)
     # A fork that notices by itself that its rank is gone takes over 5 s.
     assert not alive_after(slowdown() * (4.0 if method == "fork" else 10.0), folder)

@@ -160,7 +160,6 @@ class OverSomeRanks(Regression):
         self.seen = self.trainer.strategy.all_gather_object(values)
 
 
-@pytest.mark.quick
 def test_values_of_some_ranks(tmp_path: Path) -> None:
     """Ranks get, and decide by, rank 0's value and their group's; a batch has that of ranks that have it."""
     saving = ModelCheckpoint(tmp_path, monitor="only", mode="max", save_top_k=1)
@@ -278,7 +277,6 @@ class ReadsItsMetrics(Regression):
         self.log("best", min(self.val_losses))
 
 
-@pytest.mark.quick
 def test_values_that_hooks_read_are_those_of_one_process() -> None:
     """With `sync_dist=True` every rank has the value of the global batch after every step.
 

@@ -93,7 +93,6 @@ def _variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
 def test_one_rank_writes(start: str, run_script: ScriptRunner, tmp_path: Path) -> None:
     """A fit and a test are one run in every logger, with each value once, of rank zero, as is the table."""
@@ -126,7 +125,6 @@ def test_one_rank_writes(start: str, run_script: ScriptRunner, tmp_path: Path) -
     assert [metric.value for metric in histories[0]] == [0.0, 0.0]
 
 
-@pytest.mark.quick
 def test_a_failing_rank(run_script: ScriptRunner, tmp_path: Path) -> None:
     """What rank zero has logged before another rank failed is in every logger, as a failed run."""
     result = run_script(PROGRAM, str(tmp_path), "fork", "1", env=with_tests(), timeout=200, preload=IMPORTED)

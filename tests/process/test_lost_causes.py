@@ -12,7 +12,7 @@ import pytest
 from rankwise.errors import WorkerRaisedError
 from rankwise.failures.classify import make_printable
 from tests.helpers.scripts import ScriptRunner
-from tests.process.helpers import IN_SCRIPTS, TORCHRUN, Calls, with_tests
+from tests.process.helpers import TORCHRUN, Calls, in_scripts, with_tests
 from tests.process.host_cases import strategy_of
 from tests.process.test_host_programs import METHODS
 
@@ -86,7 +86,7 @@ RAISES = """
 @pytest.mark.parametrize("kind", [TextHangs, *(pytest.param(kind, marks=SOAK) for kind in KINDS[1:])])
 def test_an_exception_of_a_script(kind: type[Exception], run_script: ScriptRunner) -> None:
     """The main process raises one whose class is in the way as one of a function."""
-    result = run_script(RAISES, kind.__name__, env=IN_SCRIPTS, siblings=1)
+    result = run_script(RAISES, kind.__name__, env=in_scripts(), siblings=1)
     assert (result.returncode, result.stdout) == (0, "checked\n"), result
 
 
@@ -165,14 +165,14 @@ VALUE = """
 
 def test_a_value_of_a_script_that_cannot_be_unpickled(run_script: ScriptRunner) -> None:
     """It stays with its rank, as one that cannot be pickled."""
-    result = run_script(VALUE, "popen", "exception", env=IN_SCRIPTS, siblings=1)
+    result = run_script(VALUE, "popen", "exception", env=in_scripts(), siblings=1)
     assert result.stdout == "None {0: None}\n", result
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_stop_is_no_cause(method: str, run_script: ScriptRunner) -> None:
     """Where the main process ends a job by itself, no rank is reported to have failed."""
-    result = run_script(VALUE, method, "exit", env=IN_SCRIPTS, siblings=1)
+    result = run_script(VALUE, method, "exit", env=in_scripts(), siblings=1)
     assert "JobStopped" not in result.stdout + result.stderr, result
     assert result.returncode == 3, result
 
@@ -211,7 +211,7 @@ def test_an_error_of_a_checkpoint_io(method: str, run_script: ScriptRunner) -> N
     """Every rank raises the error of the rank that saves, also one that cannot be pickled, or read back."""
     command = [sys.executable, *(TORCHRUN if method == "torchrun" else ()), str(run_script.write(STORAGE))]
     method = "popen" if method == "torchrun" else method
-    result = run_script.command([*command, method], env=IN_SCRIPTS, siblings=1)
+    result = run_script.command([*command, method], env=in_scripts(), siblings=1)
     assert result.returncode == 0, result
     for rank in (0, 1):
         for name in ("TwoArguments", "Locked"):

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankwise import DDPStrategy, Trainer, TrainingModule
 from rankwise.errors import WorkerRaisedError
+from tests.helpers.parameters import in_turn
 from tests.process.helpers import count_calls, ddp
 from tests.process.training_tasks import FEATURES, loader, quiet_trainer, saving_each_step, trainer_on
 
@@ -92,14 +93,13 @@ def weights(module: nn.Module) -> Tensor:
     return nn.utils.parameters_to_vector(module.parameters()).detach()
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("ways", "options"),
     [
         ("plain", {}),
         ("plain", {"static_graph": True}),
-        ("plain", {"find_unused_parameters": True}),
-        ("toggled", {}),
+        pytest.param("plain", {"find_unused_parameters": True}, marks=pytest.mark.quick),
+        pytest.param("toggled", {}, marks=pytest.mark.quick),
         ("blocked", {}),
     ],
 )
@@ -140,7 +140,6 @@ class Hooked(DDPStrategy):
         return wrapper
 
 
-@pytest.mark.quick
 def test_a_hook_averages() -> None:
     """Gradients go through the communication hook: both ranks have the same, with its rounding."""
     exact, rounded = Gan(), Gan()
@@ -212,8 +211,9 @@ def fitted(ways: str, devices: int, ckpt_path: Path | None = None, **options: An
     return trainer, weights(module)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("ways", ["averaged", "blocked", "blocked first", "never cleared"])
+@pytest.mark.parametrize(
+    ("ways", "devices"), in_turn(["averaged", "blocked", "never cleared", "blocked first"], [1, 2])
+)
 def test_a_checkpoint_has_the_gradients(ways: str, devices: int, tmp_path: Path) -> None:
     """A run that goes on between the batches of a window ends with the same weights."""
     trainer, expected = fitted(ways, devices, **saving_each_step(tmp_path))

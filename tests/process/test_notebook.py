@@ -156,7 +156,6 @@ def check_texts(output: str, *texts: str) -> None:
     assert [text for text in texts if text not in output] == [], output
 
 
-@pytest.mark.quick
 def test_notebook(kernel: Kernel) -> None:
     """One kernel: output and exceptions in the cell, an interrupt that ends all workers, training again."""
     assert kernel.run(DEFINE) == ""

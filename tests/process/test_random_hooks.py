@@ -158,8 +158,7 @@ def trained(module: Drawing, path: Any = None, callbacks: Any = None, **options:
     return module.gathered
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("kind", [Drawing, DrawingInMore, Manual])
+@pytest.mark.parametrize("kind", [Drawing, pytest.param(DrawingInMore, marks=pytest.mark.quick), Manual])
 def test_hooks_and_optimizers_draw_the_same_on_all_ranks(kind: type[Drawing]) -> None:
     """Also after one rank drew more, and validated other batches; steps draw each rank's own, all are new."""
     first, second = trained(kind())

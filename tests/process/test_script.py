@@ -87,14 +87,13 @@ WARNINGS = ["ignore::UserWarning", "default::BytesWarning"]
             ["-X", "utf8", "-b", "-W", "ignore::UserWarning", "script.py", "--flag", "a b"],
             {"argv": ["script.py", "--flag", "a b"], "utf8": 1, "bytes_warning": 1, "warnings": WARNINGS},
         ),
-        (
+        pytest.param(
             ["-m", "package.train", "--lr", "0.1"],
             {"orig_argv": ["-m", "package.train", "--lr", "0.1"], "name": "__main__", "package": "package"},
+            marks=SOAK,  # tests/unit/processes/test_command_line.py has such commands, too
         ),
         pytest.param(
-            ["-bc", MAIN, "one", "two"],
-            {"bytes_warning": 1, "argv": ["-c", "one", "two"]},
-            marks=SOAK,  # tests/unit/processes/test_command_line.py has such commands, too
+            ["-bc", MAIN, "one", "two"], {"bytes_warning": 1, "argv": ["-c", "one", "two"]}, marks=SOAK
         ),
         (["changed.py", "--kept"], {"argv": ["other", "--gone"], "orig_argv": ["changed.py", "--kept"]}),
     ],
@@ -391,8 +390,7 @@ def test_command_must_be_words() -> None:
             DDPStrategy(command=command)  # type: ignore[arg-type]  # wrong on purpose
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("text", ["", "x", "[1, 2]", "{}"])
+@pytest.mark.parametrize("text", ["", "x", "[1, 2]", pytest.param("{}", marks=pytest.mark.quick)])
 def test_a_damaged_description_of_a_worker_is_refused(text: str, run_script: ScriptRunner) -> None:
     """The error names the variable: it is of nobody but rankwise."""
     result = run_script("import rankwise", env={CONTEXT_VARIABLE: text}).check_returncode(1)

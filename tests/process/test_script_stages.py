@@ -140,7 +140,10 @@ UNSEEDED = """
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("", ""), ("import torch", ""), ("import torch; torch.manual_seed(3)", "random.seed(4)")],
+    [
+        pytest.param("", "", marks=pytest.mark.soak),
+        *(("import torch", ""), ("import torch; torch.manual_seed(3)", "random.seed(4)")),
+    ],
     ids=["before all others", "after torch", "seeded"],
 )
 def test_processes_begin_with_the_same_random_state(

@@ -206,7 +206,7 @@ FLOODED = """
 )
 def test_more_connections_than_a_rank_may_open_files(start_method: str, run_script: ScriptRunner) -> None:
     """Whoever makes them, to all that the job listens at, does not harm it."""
-    running = run_script.start(FLOODED, start_method)
+    running = run_script.start(FLOODED, start_method, siblings=1)
     running.wait_for("up", count=2)
     ports = [port for process in running.processes() for port in listening_ports(process)]
     assert len(ports) == 2

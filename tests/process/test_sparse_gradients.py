@@ -74,18 +74,17 @@ def check_equal(own: list[Tensor], bad: int | None = None, atol: float = 1e-12, 
 CLIPPED = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}
 
 
-@pytest.mark.quick
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True found no unused")
 @pytest.mark.parametrize(
     ("weighting", "options", "trainer_options", "atol"),
     [
         ("samples", {}, {}, 1e-12),
         ("logged", {}, {"gradient_clip_val": 0.3}, 1e-12),
-        ("logged", {"find_unused_parameters": True}, CLIPPED, 1e-12),
+        pytest.param("logged", {"find_unused_parameters": True}, CLIPPED, 1e-12, marks=pytest.mark.quick),
         ("logged", {"comm_hook": "fp16_compress"}, {}, 1e-2),
         ("samples", {"comm_hook": "bf16_compress"}, {"on_nonfinite": "skip"}, 1e-1),
         ("samples", {"comm_hook": "allreduce", "comm_wrapper": "fp16"}, {}, 1e-2),
-        ("samples", {"comm_hook": POWERSGD}, {}, 1e-12),
+        pytest.param("samples", {"comm_hook": POWERSGD}, {}, 1e-12, marks=pytest.mark.quick),
     ],
 )
 def test_ranks_equal_one_process(

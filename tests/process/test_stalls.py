@@ -35,7 +35,7 @@ class Slow(TensorDataset):
         return tuple(column[index] for column in self.tensors)
 
 
-@pytest.mark.parametrize("how", ["sleep", "stop"])
+@pytest.mark.parametrize("how", ["sleep", pytest.param("stop", marks=pytest.mark.soak)])
 def test_a_rank_that_hangs_in_its_data(how: str, capfd: pytest.CaptureFixture[str]) -> None:
     """It is reported with step and phase while it hangs; at the timeout the error and the stacks name it.
 

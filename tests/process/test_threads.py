@@ -78,7 +78,7 @@ def test_a_rank_has_few_threads(strategies: str, launcher: Iterable[str], run_sc
     """While it trains, a rank has at most two threads of ours beside the main one."""
     names = strategies.split()
     command = [sys.executable, *launcher, str(run_script.write(COUNT)), *names]
-    result = run_script.command(command, env=with_tests()).check_returncode()
+    result = run_script.command(command, env=with_tests(), siblings=1).check_returncode()
     counted = sorted(map(json.loads, result.stdout.splitlines()))
     assert [rank for rank, _ in counted] == [0] * len(names) + [1] * len(names)
     assert all(1 <= len(names) <= 2 for _, names in counted), counted

@@ -71,6 +71,7 @@ SPAWNED = """
 """
 
 
+@pytest.mark.soak
 def test_the_callers_optimizers_are_created_at_their_first_use(run_script: ScriptRunner) -> None:
     """Those of spawned processes: to create them imports torch's compiler, which takes a second."""
     result = run_script(SPAWNED, env=with_tests(), fresh=True)
@@ -110,7 +111,6 @@ def check_evaluation(trainer: Trainer, module: Regression, expected: Trainer, ot
         torch.testing.assert_close(torch.cat(predictions), module(dataset(15).tensors[0]))
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("scheme", ["", "bucket://"])
 def test_a_second_run_has_a_last_checkpoint_of_its_own(scheme: str, tmp_path: Path) -> None:
     """The ranks of a second run in a folder agree on another file; a run that resumes replaces its own."""
@@ -160,7 +160,6 @@ class ChangesItsClass(Regression):
         self.net[0].__class__ = Local
 
 
-@pytest.mark.quick
 def test_a_class_that_cannot_come_back() -> None:
     """A warning names the class; the weights come back, and the layer keeps its class."""
     module, expected = ChangesItsClass(), Regression()
@@ -294,7 +293,6 @@ class StopsOnOneRank(Regression):
         self.log("mine", float(self.current_epoch if self.global_rank == 1 else -self.current_epoch))
 
 
-@pytest.mark.quick
 def test_early_stopping_is_everybodys() -> None:
     """If one rank stops early, all of them stop, at the same epoch."""
     stopping = EarlyStopping("mine", patience=1)

@@ -88,9 +88,14 @@ def expected() -> dict[str, dict[str, Tensor]]:
     return {kind: fit("single_device", 1, make(), **options) for kind, (make, options) in KINDS.items()}
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", AVERAGING)
+QUICK = {("gradients", "manual"), ("wrapper", "automatic"), ("hooks", "manual"), ("models", "automatic")}
+PAIRS = [(name, kind) for name in AVERAGING for kind in KINDS]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [pytest.param(*pair, marks=pytest.mark.quick if pair in QUICK else ()) for pair in PAIRS],
+)
 def test_training_equals_one_process(name: str, kind: str, expected: dict[str, Any]) -> None:
     """Windows of two batches, automatic and manual, have one process's weights."""
     make, options = KINDS[kind]

@@ -59,7 +59,7 @@ def series(*, few: int, many: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("options", [short, long])
 
 
-@series(few=10, many=500)
+@series(few=4, many=500)
 def test_programs_equal_a_loop_by_hand(options: settings, tmp_path: Path) -> None:
     """Parameters, buffers, optimizer state, metrics and predictions are those of one process, to 1e-12."""
     with ranks_of_many_sizes(tmp_path) as ranks_of:
@@ -79,7 +79,7 @@ def test_programs_that_have_failed(name: str, tmp_path: Path) -> None:
         check(FOUND[name], ranks_of, tmp_path)
 
 
-@series(few=3, many=60)
+@series(few=1, many=60)
 def test_state_comes_back_to_the_caller(options: settings, tmp_path: Path) -> None:
     """The same where each stage runs in forked processes, of the process that has called it."""
 

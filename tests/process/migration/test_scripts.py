@@ -35,7 +35,6 @@ SAME_MACHINE = 1e-6
 """Tolerance where Lightning has run on the same machine."""
 SAME_MACHINE_ON_TWO = 1e-5  # sums are added in another order, which some optimizers enlarge
 
-QUICK = ("autoencoder", "fabric_classifier", "gan")
 WITHOUT_LOGGER = {"distillation", "fabric_classifier", "fabric_dcgan", "fabric_language_model", "kfold"}
 OF_RANK_ZERO = {"loss", "train_loss", "train/loss", "supervised", "consistency"}
 """What scripts log in training without `sync_dist`: on two processes, of one's half of each batch."""
@@ -122,9 +121,7 @@ def lightning(tmp_path_factory: pytest.TempPathFactory, scripts: dict[str, Path]
 # ---------------------------------------------------------------------------------------------------- tests
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.quick if name in QUICK else ()) for name in NAMES]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_on_one_process(results: Path, name: str) -> None:
     """A script ends with Lightning's weights, metrics and logged values."""
     expected, found = records.read(name)["1"], result(results / "1", name)

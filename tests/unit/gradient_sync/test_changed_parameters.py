@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync import tracking
 from rankwise.gradient_sync.tracking import TrainedSet
+from tests.helpers.parameters import in_turn
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
 from tests.unit.gradient_sync.helpers import Layers, batch, loss_of
 
@@ -146,7 +147,11 @@ def check(case: str, accumulate: int, change_at: int = 0, **arguments: Any) -> N
         torch.testing.assert_close(own, wanted, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("mode", ["single_auto_sync", "multi_auto_sync", "forced_sync"])
+MODES = ("single_auto_sync", "multi_auto_sync", "forced_sync")
+PARTLY = [case for case in CASES if case != "all unfrozen"]
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_trained_is_averaged(case: str, mode: str) -> None:
     """Two ranks have one process's weights, in every mode."""
@@ -155,15 +160,14 @@ def test_what_is_trained_is_averaged(case: str, mode: str) -> None:
         check(case, 3, sync_mode=mode)
 
 
-@pytest.mark.parametrize("mode", ["single_auto_sync", "multi_auto_sync", "forced_sync"])
-@pytest.mark.parametrize("case", [case for case in CASES if case != "all unfrozen"])
+@pytest.mark.parametrize(("case", "mode"), in_turn(PARTLY, MODES))
 def test_within_a_window(case: str, mode: str) -> None:
     """A change between the microbatches of a window keeps their gradients."""
     check(case, 3, change_at=1, sync_mode=mode)
     check(case, 3, change_at=2, sync_mode=mode)
 
 
-@pytest.mark.parametrize("mode", ["single_auto_sync", "multi_auto_sync", "forced_sync"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", ["unfrozen", "a layer is added", "a parameter group outside"])
 def test_within_a_block(case: str, mode: str) -> None:
     """What is trained from a microbatch's own forward pass on is averaged at the end of its window."""
@@ -223,9 +227,11 @@ def test_every_change_is_found(change: Callable[[Any], object]) -> None:
     assert parameters.is_current([optimizer])
 
 
+OPTIONS: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"sync_mode": "forced_sync"}]
+
+
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True found")
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"sync_mode": "forced_sync"}])
-@pytest.mark.parametrize("case", [case for case in CASES if case != "all unfrozen"])
+@pytest.mark.parametrize(("case", "options"), in_turn(PARTLY, OPTIONS))
 def test_logged_weights(case: str, options: dict[str, Any]) -> None:
     """Logged weights apply to what is trained now, whatever carries them."""
     check(case, 2, gradient_weighting="logged", **options)

@@ -19,6 +19,7 @@ from rankwise.callbacks import (
     ModelCheckpoint,
     TQDMProgressBar,
 )
+from tests.helpers.parameters import in_turn
 from tests.unit.gradient_sync.helpers import FEATURES, fit_alone, fit_on_ranks, loss_of
 
 STEPS, EPOCHS = 4, 2
@@ -111,17 +112,19 @@ def fit(
     return [each.detach() for each in modules[0].parameters()]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("make", "callback"),
-    [
-        *((Tuned, ANNEAL), (Tuned, Unfreeze()), (Tuned, REFREEZE), (Switched, ANNEAL)),
-        (Tuned, GradientAccumulationScheduler({0: 1, 1: 2})),  # each epoch has its own number of batches
-    ],
-    ids=["weights", "unfrozen", "frozen", "by hand", "schedule"],
-)
-def test_resumed_after_each_step(make: type[Tuned], callback: Callback, ranks: int, tmp_path: Path) -> None:
+CASES: dict[str, tuple[type[Tuned], Callback]] = {
+    "weights": (Tuned, ANNEAL),
+    "unfrozen": (Tuned, Unfreeze()),
+    "frozen": (Tuned, REFREEZE),
+    "by hand": (Switched, ANNEAL),
+    "schedule": (Tuned, GradientAccumulationScheduler({0: 1, 1: 2})),  # each epoch has its number of batches
+}
+
+
+@pytest.mark.parametrize(("case", "ranks"), in_turn(CASES, [1]) + in_turn(CASES, [2, 3]))
+def test_resumed_after_each_step(case: str, ranks: int, tmp_path: Path) -> None:
     """The result is that of the run that was not interrupted, to the bit on one rank."""
+    make, callback = CASES[case]
     whole = fit(make(), callback, ranks, tmp_path)
     paths = sorted(tmp_path.iterdir())
     for path in paths if ranks == 1 else paths[1::3]:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from rankwise import TrainingModule
 from rankwise.callbacks import Callback, LambdaCallback
 from rankwise.errors import ConfigurationError, RankMismatchError, UnusedParametersError
+from tests.helpers.parameters import in_turn
 from tests.unit.gradient_sync.helpers import (
     Layers,
     Sums,
@@ -105,8 +106,7 @@ MOMENTS = [
 ]
 
 
-@pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: moment[2])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("change", "moment"), in_turn(CHANGES, MOMENTS) + in_turn(CHANGES, MOMENTS, 1))
 def test_automatic_optimization(change: str, moment: tuple[int, int, str]) -> None:
     """All that callbacks change is averaged from then on, also within a window."""
     options = {"gradient_weighting": "samples"}
@@ -116,9 +116,11 @@ def test_automatic_optimization(change: str, moment: tuple[int, int, str]) -> No
 MODES: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"sync_mode": "forced_sync"}]
 
 
-@pytest.mark.parametrize("options", [*MODES, {"static_graph": True}])
+WAYS = [*MODES, {"static_graph": True}]
+
+
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True found")
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("change", "options"), in_turn(CHANGES, WAYS) + in_turn(CHANGES, WAYS, 2))
 def test_logged_weights(change: str, options: dict[str, Any]) -> None:
     """So it is with logged weights, however gradients are averaged."""
     check(Trained, at(CHANGES[change], *MOMENTS[2]), {"gradient_weighting": "logged", **options})
@@ -196,8 +198,9 @@ class Online(Callback):
 
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True found")
-@pytest.mark.parametrize("by_hand", [False, True])
-@pytest.mark.parametrize("options", [*MODES, {"gradient_weighting": "samples"}])
+@pytest.mark.parametrize(
+    ("options", "by_hand"), in_turn([*MODES, {"gradient_weighting": "samples"}, *MODES[1:]], [False, True])
+)
 def test_a_layer_that_a_callback_trains(options: dict[str, Any], by_hand: bool) -> None:
     """It is added in on_fit_start; with a wrapper of its own it has one process's weights."""
     check(lambda: Trained(by_hand), Online(has_wrapper=True), options, **EVEN)

@@ -189,8 +189,9 @@ def test_changed_before_they_are_averaged(mode: str) -> None:
     check(ReadAfterBackward, 2, options, accumulate_grad_batches=2)
 
 
-@pytest.mark.parametrize(("mode", "accumulate"), [("multi_auto_sync", 2), ("auto", 1), ("forced_sync", 1)])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("mode", "accumulate", "ranks"), [("multi_auto_sync", 2, 3), ("auto", 1, 2), ("forced_sync", 1, 3)]
+)
 def test_changed_after_they_are_averaged(mode: str, accumulate: int, ranks: int) -> None:
     """Any change of averaged gradients gives the weights of one process."""
     check(ClampedAfterBackward, ranks, {"sync_mode": mode}, accumulate_grad_batches=accumulate)
@@ -261,8 +262,9 @@ class CheckpointedOnce(Checkpointed):
     is_reentrant = False
 
 
-@pytest.mark.parametrize(("make", "mode"), [(Checkpointed, "forced_sync"), (CheckpointedOnce, "auto")])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("make", "mode", "ranks"), [(Checkpointed, "forced_sync", 3), (CheckpointedOnce, "auto", 2)]
+)
 def test_checkpointing_that_is_exact(make: type[Checkpointed], mode: str, ranks: int) -> None:
     """Averages after the backward pass are right, and so is checkpointing that is not reentrant."""
     check(make, ranks, {"sync_mode": mode})
