@@ -75,16 +75,17 @@ def rerun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[str, Li
     return lambda: shared.get(RERUN, run)
 
 
-# Ranks that are no forks import torch, which takes seconds; the last ones differ as others do.
-UNUSED = tuple(f"_find_unused_parameters_{value}" for value in ("false", "true"))
-FORKSERVER = ("ddp_forkserver", *(f"ddp_forkserver{unused}" for unused in UNUSED))
-NEW_INTERPRETERS = (*RERUN, *FORKSERVER, "ddp_spawn", "ddp_elastic")
-SLOW = tuple(f"{name}{unused}" for name in ("ddp_spawn", "ddp_elastic") for unused in UNUSED)
+# Ranks that are no forks import torch, which takes seconds. All aliases differ from their class in the same.
+NEW_INTERPRETERS = ("ddp", "ddp_forkserver", "ddp_spawn", "ddp_elastic")
+ALIASES = [name for name in NAMES if "_find_unused_parameters_" in name]
+SLOW = [name for name in ALIASES if name.startswith(("ddp_spawn", "ddp_elastic"))]
 
 
 def _in_tiers(*, soak: Sequence[str]) -> list[Any]:
     """Return all names as parameters, each in its tier."""
-    marks = dict.fromkeys(NEW_INTERPRETERS, pytest.mark.full) | dict.fromkeys(soak, pytest.mark.soak)
+    marks = dict.fromkeys((*NEW_INTERPRETERS, *ALIASES), pytest.mark.full) | dict.fromkeys(
+        soak, pytest.mark.soak
+    )
     return [pytest.param(name, marks=marks.get(name, ())) for name in NAMES]
 
 
@@ -230,7 +231,7 @@ def test_the_given_strategy_keeps_its_plugins() -> None:
 # ---------------------------------------------------------------------- the aliases differ
 
 
-@pytest.mark.parametrize("alias", [name for name in NAMES if "_find_unused_parameters_" in name])
+@pytest.mark.parametrize("alias", ALIASES)
 def test_an_alias_differs_in_one_argument(alias: str) -> None:
     """`<name>_find_unused_parameters_<value>` is the class of `<name>`, with that argument for DDP only."""
     name, _, value = alias.partition("_find_unused_parameters_")
@@ -262,7 +263,9 @@ def train_half(strategy: Strategy) -> bool:
     return unused.weight.grad is None or not bool(unused.weight.grad.any())
 
 
-@pytest.mark.parametrize("name", ["ddp_fork", *(f"ddp_fork{unused}" for unused in UNUSED)])
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name.startswith("ddp_fork") and "server" not in name]
+)
 def test_unused_parameters_are_an_error_otherwise(name: str) -> None:
     """`..._find_unused_parameters_true` allows them; without it the second step raises DDP's own error."""
     strategy = StrategyRegistry.create(name, accelerator="cpu", devices=2)

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-A, B = TypeVar("A"), TypeVar("B")
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 def in_turn(cases: Iterable[A], options: Sequence[B], start: int = 0) -> list[tuple[A, B]]:
