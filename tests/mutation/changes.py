@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 
 COMPARISONS: list[tuple[type[ast.cmpop], type[ast.cmpop]]] = [
-    *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.In, ast.NotIn), (ast.Is, ast.IsNot)),
+    *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.In, ast.NotIn), (ast.Is, ast.IsNot))
 ]
 OTHER_COMPARISON = dict(COMPARISONS) | {other: one for one, other in COMPARISONS}
 OTHER_ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {

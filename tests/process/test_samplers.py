@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, Sampler, WeightedRandomSampler
 
-from rankwise import DDPForkStrategy, TrainingModule, seed_everything
+from rankwise import TrainingModule, seed_everything
 from rankwise.callbacks import LambdaCallback
 from rankwise.errors import WorkerRaisedError
-from tests.process.training_tasks import quiet_trainer, trainer_on
+from tests.process.training_tasks import trainer_on
 
 SAMPLES = 24
 _UNREACHABLE = random.Random()  # no attribute of a sampler
@@ -151,21 +151,6 @@ def test_orders_that_a_callback_changes(ranks: tuple[int, ...]) -> None:
     else:
         trainer.fit(module)
         assert steps(module)[6:] == steps(module)[:6][::-1]
-
-
-class Fifth(DDPForkStrategy):
-    """Says that this rank has the fifth part of two."""
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        return {"num_replicas": 2, "rank": 5}
-
-
-@pytest.mark.parametrize("stage", ["fit", "test", "predict"])
-def test_a_part_that_does_not_exist(stage: str) -> None:
-    """A strategy that gives a rank a part out of range is refused."""
-    with pytest.raises(WorkerRaisedError, match="rank=5"):
-        getattr(quiet_trainer(Fifth(), 2, max_epochs=1), stage)(Reader())
 
 
 class Unsized(Sampler[int]):

@@ -77,8 +77,7 @@ class Frozen(BaseFinetuning):
 
 
 @pytest.mark.parametrize(
-    "make",
-    [lambda: BackboneFinetuning(1, should_align=False, verbose=True), lambda: Frozen(norm=True)],
+    "make", [lambda: BackboneFinetuning(1, should_align=False, verbose=True), lambda: Frozen(norm=True)]
 )
 def test_a_run_that_continues(tmp_path: Path, make: Callable[[], BaseFinetuning]) -> None:
     """It trains what the first one did, at the same rates, to the same weights and statistics."""

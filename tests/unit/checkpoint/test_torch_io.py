@@ -394,10 +394,7 @@ def test_an_error_of_a_signal_handler(path: Path, error: type[BaseException], ac
         signal.raise_signal(signal.SIGUSR1)
 
     io = AsyncCheckpointIO() if action == "save later" else TorchCheckpointIO()
-    with (
-        signal_handled(signal.SIGUSR1, stop),
-        pytest.raises(error, match="from the handler") as caught,
-    ):
+    with signal_handled(signal.SIGUSR1, stop), pytest.raises(error, match="from the handler") as caught:
         if action == "load":
             io.load_checkpoint(path, signalled)
         else:

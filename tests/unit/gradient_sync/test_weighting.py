@@ -9,12 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import (
-    DataLoader,
-    DistributedSampler,
-    TensorDataset,
-    default_collate,
-)
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, default_collate
 
 from rankwise.errors import ConfigurationError, InvalidArgumentError, ProcessGroupError, UnknownNameError
 from rankwise.strategies import DDPStrategy

@@ -14,16 +14,7 @@ from rankwise.launchers.channel import Kind
 from rankwise.monitoring import stragglers
 from rankwise.processes.signals import StoppedBySignal
 from tests.helpers.own_process import wait_until
-from tests.unit.launchers.supervised import (
-    GONE,
-    LIMIT_S,
-    LOST_PEER,
-    NEVER_S,
-    OVER,
-    SHORT_S,
-    STOP,
-    Supervise,
-)
+from tests.unit.launchers.supervised import GONE, LIMIT_S, LOST_PEER, NEVER_S, OVER, SHORT_S, STOP, Supervise
 
 # -------------------------------------------------------------------------------------- the end of a job
 

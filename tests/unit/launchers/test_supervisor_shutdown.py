@@ -15,14 +15,7 @@ from rankwise.launchers.channel import Kind
 from rankwise.monitoring.heartbeat import TEARDOWN, heartbeat_written_to, report_phase, report_saving
 from rankwise.processes.signals import ROUTER
 from tests.helpers.own_process import wait_until
-from tests.unit.launchers.supervised import (
-    NEVER_S,
-    SHORT_S,
-    STOP,
-    Job,
-    Supervise,
-    wait_until_handled,
-)
+from tests.unit.launchers.supervised import NEVER_S, SHORT_S, STOP, Job, Supervise, wait_until_handled
 
 # -------------------------------------------------------------------------------------- STOP, then SIGKILL
 

@@ -6,13 +6,7 @@ import pytest
 
 from rankwise.errors import RendezvousTimeoutError
 from rankwise.monitoring import stragglers
-from rankwise.monitoring.heartbeat import (
-    LEAVING,
-    TEARDOWN,
-    MonitoredRank,
-    heartbeat_written_to,
-    report_phase,
-)
+from rankwise.monitoring.heartbeat import LEAVING, TEARDOWN, MonitoredRank, heartbeat_written_to, report_phase
 from rankwise.monitoring.stragglers import TeardownTimeout
 
 TIMEOUT_S = 0.4

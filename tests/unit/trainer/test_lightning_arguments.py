@@ -211,11 +211,7 @@ def batches_and_validations(folder: Path, **options: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("interval", "expected"),
-    [
-        (3, "0 1 2 V 3 0 1 V 2 3 0 V 1 2 3 V"),
-        (10, "0 1 2 3 0 1 2 3 0 1 V 2 3"),
-    ],
+    ("interval", "expected"), [(3, "0 1 2 V 3 0 1 V 2 3 0 V 1 2 3 V"), (10, "0 1 2 3 0 1 2 3 0 1 V 2 3")]
 )
 def test_validation_counted_over_epochs(tmp_path: Path, interval: int, expected: str) -> None:
     """With `check_val_every_n_epoch=None` the batches of all epochs count, also more than an epoch has."""

@@ -100,11 +100,7 @@ def test_nothing_is_saved_logged_or_stopped(tmp_path: Path) -> None:
     saving = ModelCheckpoint(monitor="val_loss", save_top_k=-1)
     logger = CSVLogger(tmp_path)
     train = trainer(
-        tmp_path,
-        num_sanity_val_steps=1,
-        callbacks=[stopping, saving],
-        logger=logger,
-        log_every_n_steps=1,
+        tmp_path, num_sanity_val_steps=1, callbacks=[stopping, saving], logger=logger, log_every_n_steps=1
     )
     train.fit(Line(), loader(), loader())
     assert len(list(tmp_path.rglob("*.ckpt"))) == 1
