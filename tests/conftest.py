@@ -35,11 +35,12 @@ NEW_INTERPRETERS = ("spawn", "forkserver", "elastic", "popen", "torchrun")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import the files without a test of the default tier where no other one is chosen."""
-    is_file = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
-    if not (is_file and _is_default_tier(config) and _is_in(collection_path, (*SLOW_FOLDERS, "cluster"))):
-        return None
-    return "pytest.mark.quick" not in collection_path.read_text() or None
+    """Import no file that has no test of the default tier, where that is what the command runs."""
+    may_have_none = _is_in(collection_path, (*SLOW_FOLDERS, "cluster")) and _is_default_tier(config)
+    is_of_tests = collection_path.name.startswith("test_")
+    if may_have_none and is_of_tests and "pytest.mark.quick" not in collection_path.read_text():
+        return True
+    return None
 
 
 def _is_default_tier(config: pytest.Config) -> bool:
