@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.ports import free_port
 from tests.helpers.scripts import ScriptRunner
 from tests.process import host_cases
 from tests.process.helpers import METHODS as START_METHODS
@@ -192,16 +191,6 @@ def test_patched_threads(method: str, cases: Cases) -> None:
     assert "LaunchRefusedError" in result.stdout, result
     assert "gevent has replaced Python's threads" in result.stdout, result
     assert "start_new_thread() is gevent.thread's" in result.stdout, result
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_patched_threads_where_ranks_exist(world_size: int, cases: Cases) -> None:
-    """A rank that another launcher has started refuses them too, unless it is alone."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    places = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
-    result = cases("patched_threads", "popen", "auto", env={**places, **address})
-    assert ("gevent has replaced Python's threads" in result.stdout) == (world_size == 2), result
-    assert ("fine" in result.stdout) == (world_size == 1), result
 
 
 @pytest.mark.parametrize("method", EVERY)

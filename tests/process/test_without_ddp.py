@@ -14,6 +14,7 @@ from examples.model_averaging import ModelAveraging
 from rankwise import DDPForkStrategy, DDPStrategy, Fabric, Strategy, Trainer
 from rankwise.callbacks import Callback
 from rankwise.errors import ConfigurationError, RankwiseError, UnknownArgumentError, WorkerRaisedError
+from tests.helpers.parameters import in_turn
 from tests.helpers.shared import computed_once
 from tests.process.test_sparse_gradients import Embedded, weights
 from tests.process.training_tasks import Regression, loader, quiet_trainer
@@ -88,14 +89,8 @@ def expected() -> dict[str, dict[str, Tensor]]:
     return {kind: fit("single_device", 1, make(), **options) for kind, (make, options) in KINDS.items()}
 
 
-QUICK = {("gradients", "manual"), ("wrapper", "automatic"), ("hooks", "manual"), ("models", "automatic")}
-PAIRS = [(name, kind) for name in AVERAGING for kind in KINDS]
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [pytest.param(*pair, marks=pytest.mark.quick if pair in QUICK else ()) for pair in PAIRS],
-)
+@pytest.mark.quick
+@pytest.mark.parametrize(("name", "kind"), in_turn(AVERAGING, ["manual", "automatic"]))
 def test_training_equals_one_process(name: str, kind: str, expected: dict[str, Any]) -> None:
     """Windows of two batches, automatic and manual, have one process's weights."""
     make, options = KINDS[kind]

@@ -1,9 +1,11 @@
 """The launcher that starts nothing: values, failures, and what continues between two jobs."""
 
+import socket
 from dataclasses import replace
 
 import pytest
 
+from rankwise.errors import LaunchRefusedError
 from rankwise.launchers import inline
 from rankwise.launchers.context import WorkerContext
 from rankwise.launchers.inline import InlineLauncher
@@ -42,6 +44,14 @@ def test_the_value_is_that_of_this_rank(launcher: InlineLauncher) -> None:
     )
     assert has_heartbeat == launcher.has_other_ranks == (launcher is OTHERS)
     assert own_heartbeat() is None
+
+
+def test_patched_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What replaces Python's threads is refused by a rank that another launcher has started, if not alone."""
+    monkeypatch.setattr(socket, "socket", type("socket", (), {"__module__": "gevent._socket3"}))
+    assert ONE.launch(lambda _: "value", {}, "private") == {0: "value"}
+    with pytest.raises(LaunchRefusedError, match="gevent has replaced Python's threads"):
+        OTHERS.launch(lambda _: "value", {}, "private")
 
 
 def test_jobs_are_counted() -> None:

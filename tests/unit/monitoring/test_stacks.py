@@ -1,6 +1,7 @@
 """The stacks of all ranks on stderr, and the place of torch's flight record."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -11,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from rankwise.monitoring.heartbeat import MonitoredRank
-from rankwise.monitoring.stacks import dump_stacks, write_flight_record
+from rankwise.monitoring.stacks import STACKS_SIGNAL, dump_stacks, stacks_on_signal, write_flight_record
 from rankwise.processes.parent_death import ParentDeathPipe
 from rankwise.processes.started_process import PopenProcess
+from tests.helpers.own_process import signal_handled
 
 
 def test_the_own_stacks(workers: list[MonitoredRank], capsys: pytest.CaptureFixture[str]) -> None:
@@ -22,6 +24,14 @@ def test_the_own_stacks(workers: list[MonitoredRank], capsys: pytest.CaptureFixt
     title, _, stacks = capsys.readouterr().err.partition("\n")
     assert title == "rankwise: a reason; stacks of global_rank=0 (this process):"
     assert "in test_the_own_stacks" in stacks
+
+
+def test_a_handler_of_the_users_stays() -> None:
+    """The signal reaches it in a job, too."""
+    seen: list[int] = []
+    with signal_handled(STACKS_SIGNAL, lambda number, _: seen.append(number)), stacks_on_signal():
+        signal.raise_signal(STACKS_SIGNAL)
+    assert seen == [STACKS_SIGNAL]
 
 
 @pytest.fixture
