@@ -263,9 +263,7 @@ def train_half(strategy: Strategy) -> bool:
     return unused.weight.grad is None or not bool(unused.weight.grad.any())
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in NAMES if name.startswith("ddp_fork") and "server" not in name]
-)
+@pytest.mark.parametrize("name", ["ddp_fork", *(each for each in ALIASES if each.startswith("ddp_fork_"))])
 def test_unused_parameters_are_an_error_otherwise(name: str) -> None:
     """`..._find_unused_parameters_true` allows them; without it the second step raises DDP's own error."""
     strategy = StrategyRegistry.create(name, accelerator="cpu", devices=2)

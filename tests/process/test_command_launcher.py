@@ -163,10 +163,7 @@ WORKER = [sys.executable, "-m", "rankwise.launchers.commands.worker", "127.0.0.1
         (Started(SLEEP, OSError("no route")), LaunchRefusedError, r"start\(\) of global_rank=1 .* no route"),
         (Started(SLEEP, None), InvalidTypeError, r"wait\(\) and kill\(\)"),
         (Started(SLEEP, SLEEP), WorkerRaisedError, "has not connected to the launching process within 1 s"),
-        pytest.param(
-            *(Started(SLEEP, ["sh", "-c", "exit 7"]), WorkerExitedError, "global_rank=1.*exited with code 7"),
-            marks=pytest.mark.quick,
-        ),
+        (Started(SLEEP, ["sh", "-c", "exit 7"]), WorkerExitedError, "global_rank=1.*exited with code 7"),
         (Started(SLEEP, WORKER), WorkerExitedError, "global_rank=1.*exited with code 1"),
     ],
     ids=["start raises", "no process", "never connects", "ends early", "without the variables"],

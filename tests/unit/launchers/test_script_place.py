@@ -11,7 +11,9 @@ from rankwise.launchers.context import WorkerContext
 from rankwise.launchers.script import ScriptLauncher
 from rankwise.launchers.script_place import can_rerun
 from rankwise.launchers.worker_main import InheritedContext
-from rankwise.ranks import RankInfo
+from rankwise.ranks import RankInfo, rank_zero_only
+from rankwise.strategies import DDPStrategy
+from tests.unit.environments.variables import torchrun
 from tests.unit.launchers.supervised import OPTIONS, Ends
 
 RANKS = RankInfo(1, 1, 0, 2, 2, 1)
@@ -44,12 +46,17 @@ def test_a_process_that_runs_its_script_alone() -> None:
     assert ScriptLauncher((RankInfo(0, 0, 0, 2, 1, 2),), OPTIONS).has_other_ranks
 
 
-def test_a_process_of_a_script(rerun: InheritedContext) -> None:
-    """It has its ranks, and comes to the next launch with the others."""
+def test_a_process_of_a_script(rerun: InheritedContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has its ranks, whatever its variables say, and comes to the next launch with the others."""
     assert script_place.running is rerun
     assert script_place.script_place() == RANKS
     assert can_rerun()
     assert LAUNCHER.has_other_ranks
+    monkeypatch.setattr(rank_zero_only, "rank", 0)  # `bind` sets it
+    for name, value in torchrun().items():
+        monkeypatch.setenv(name, value)
+    strategy = DDPStrategy(accelerator="cpu", devices=2)
+    assert (strategy.bind(), strategy.environment.name) == (RANKS, "local")
 
 
 def test_the_context_between_two_jobs(rerun: InheritedContext, ends: Ends) -> None:
