@@ -122,7 +122,6 @@ def assert_same_weights(*modules: nn.Module) -> None:
     torch.testing.assert_close(one, two, rtol=0, atol=1e-9)
 
 
-@pytest.mark.quick
 def test_the_average_of_one_process() -> None:
     """Two ranks average the last epochs as one process does; then the module's scheduler is back."""
     modules = [Regression("adam"), Regression("adam")]

@@ -47,7 +47,6 @@ def test_two_ranks_as_one(mode: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.quick
 def test_resuming_within_an_epoch(tmp_path: Path) -> None:
     """In the second pass over the shorter loader: the same to the bit, on the same number of ranks only."""
     path = tmp_path / "four.ckpt"

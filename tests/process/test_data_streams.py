@@ -107,7 +107,6 @@ def order(ranks: Ranks) -> Tensor:
     return steps.flatten(1)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_weighted_sampler_is_read_as_by_one_process(num_workers: int, by_workers: dict[int, Ranks]) -> None:
     """A global batch has the samples that one process draws, epoch by epoch, whatever the workers."""

@@ -87,7 +87,6 @@ def test_each_sample_counts_once(kind: str) -> None:
         assert found == pytest.approx(expected, rel=0, abs=1e-9)
 
 
-@pytest.mark.quick
 def test_predictions_in_order() -> None:
     """1,003 samples on one to four ranks give the same predictions in the same order."""
     expected = trainer_on(1).predict(Regression(), loaders()["plain"])
@@ -194,7 +193,7 @@ def take_part(worker: int) -> None:
     [
         (Numbers(), {}),
         (Numbers(), {"num_workers": 2}),
-        pytest.param(Range(), {"num_workers": 2, "worker_init_fn": take_part}, marks=pytest.mark.quick),
+        (Range(), {"num_workers": 2, "worker_init_fn": take_part}),
     ],
     ids=["in the rank", "in workers", "by worker_init_fn"],
 )

@@ -36,7 +36,6 @@ def trained(one: Fabric, path: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.quick
 def test_two_processes_give_the_weights_of_one(tmp_path: Path) -> None:
     """A shuffled order, accumulation and clipping: weights are those of one process to 1e-6."""
     two = Fabric(accelerator="cpu", devices=2, strategy="ddp_fork", loggers=CSVLogger(tmp_path))

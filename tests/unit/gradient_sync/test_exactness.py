@@ -25,7 +25,7 @@ def check(case: Case) -> None:
 
 
 SLOW = [HealthCheck.too_slow]
-FEW = settings(max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=SLOW)
+FEW = settings(max_examples=15, deadline=None, derandomize=True, database=None, suppress_health_check=SLOW)
 MANY = settings(max_examples=250, deadline=None, database=None, suppress_health_check=SLOW)
 
 
