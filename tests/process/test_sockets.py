@@ -131,9 +131,12 @@ def test_jobs_meet_no_port_conflict(jobs: int) -> None:
 
 
 @pytest.mark.parametrize("jobs", [15, pytest.param(150, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("rendezvous", ["private", "tcp"])
+@pytest.mark.parametrize("rendezvous", ["private", pytest.param("tcp", marks=pytest.mark.soak)])
 def test_jobs_from_threads(rendezvous: str, jobs: int) -> None:
-    """Jobs of one process, five side by side at any time, each from a thread of its own."""
+    """Jobs of one process, five side by side at any time, each from a thread of its own.
+
+    Over TCP a fork may inherit a lock of the C library (docs/failures.md, "After a hang"), so that one hangs.
+    """
     assert _side_by_side(jobs, 5, rendezvous) == [2.0] * jobs
 
 
