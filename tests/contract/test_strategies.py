@@ -75,7 +75,7 @@ def rerun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[str, Li
     return lambda: shared.get(RERUN, run)
 
 
-# Ranks that are no forks import torch, which takes seconds. All aliases differ from their class in the same.
+# Ranks that are no forks import torch, which takes seconds. An alias differs in one argument only.
 NEW_INTERPRETERS = ("ddp", "ddp_forkserver", "ddp_spawn", "ddp_elastic")
 ALIASES = [name for name in NAMES if "_find_unused_parameters_" in name]
 SLOW = [name for name in ALIASES if name.startswith(("ddp_spawn", "ddp_elastic"))]
@@ -83,9 +83,8 @@ SLOW = [name for name in ALIASES if name.startswith(("ddp_spawn", "ddp_elastic")
 
 def _in_tiers(*, soak: Sequence[str]) -> list[Any]:
     """Return all names as parameters, each in its tier."""
-    marks = dict.fromkeys((*NEW_INTERPRETERS, *ALIASES), pytest.mark.full) | dict.fromkeys(
-        soak, pytest.mark.soak
-    )
+    full = dict.fromkeys((*NEW_INTERPRETERS, *ALIASES), pytest.mark.full)
+    marks = full | dict.fromkeys(soak, pytest.mark.soak)
     return [pytest.param(name, marks=marks.get(name, ())) for name in NAMES]
 
 

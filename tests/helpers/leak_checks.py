@@ -290,14 +290,17 @@ class Processes(Check):
 
 
 class ListeningSockets(Additions):
-    """Listening sockets of this process. They are not closed: C++ code may own one."""
+    """Listening sockets of this process. They are not closed: C++ code may own one.
+
+    One that was open before, and begins to listen without another socket being opened, is not found.
+    """
 
     text = "this process still listens on {0[0]} port {0[1]}"
     _last: tuple[set[str], set[Any]] = (set(), set())
 
     def _found(self) -> set[Any]:
         sockets = _open_sockets()
-        if sockets != self._last[0]:  # else they are as they were: psutil reads all sockets of the machine
+        if sockets != self._last[0]:  # psutil reads all sockets of the machine
             connections = psutil.Process().net_connections(kind="inet")
             listening = {(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN}
             ListeningSockets._last = sockets, listening

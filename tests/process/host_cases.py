@@ -126,7 +126,7 @@ def in_situation(situation: str, method: str, *names: str) -> None:
         report(method, globals()[name])
 
 
-def patched_threads(method: str, devices: str) -> None:
+def patched_threads(method: str) -> None:
     """Launch where gevent has replaced Python's threads."""
     started = _thread.start_new_thread
 
@@ -135,7 +135,7 @@ def patched_threads(method: str, devices: str) -> None:
 
     start_new_thread.__module__ = "gevent.thread"
     _thread.start_new_thread = start_new_thread
-    report(method, quick, errors=Exception, devices=devices)
+    report(method, quick, errors=Exception)
 
 
 def blocked_signals(strategy: Strategy) -> set[signal.Signals]:

@@ -187,7 +187,7 @@ def test_a_program_that_a_script_starts_before_it_imports_rankwise(run_script: S
 @pytest.mark.parametrize("method", EVERY)
 def test_patched_threads(method: str, cases: Cases) -> None:
     """What replaces Python's threads is refused by name."""
-    result = cases("patched_threads", method, "2")
+    result = cases("patched_threads", method)
     assert "LaunchRefusedError" in result.stdout, result
     assert "gevent has replaced Python's threads" in result.stdout, result
     assert "start_new_thread() is gevent.thread's" in result.stdout, result
