@@ -57,7 +57,7 @@ def _statements(node: ast.stmt) -> Iterator[Change]:
     match node:
         case ast.AugAssign(target=target, op=op, value=value) if type(op) in OTHER_ARITHMETIC:
             yield node, ast.unparse(ast.AugAssign(target, OTHER_ARITHMETIC[type(op)](), value))
-        case ast.Return(value=ast.expr() as value) if ast.unparse(value) != "None":
+        case ast.Return(value=ast.expr() as value) if ast.unparse(value) not in ("None", "False"):
             yield value, "None"
         case ast.Expr(value=ast.Call() as call) if not _only_logs(call):
             yield node, "pass"

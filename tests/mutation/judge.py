@@ -11,7 +11,7 @@ from tests.mutation.reach import Record
 from tests.mutation.runner import Runner
 from tests.mutation.worker import Outcome
 
-BUDGET_S = 120.0
+BUDGET_S = 240.0
 """The processor time after which no further test is tried with a mutant."""
 PORTIONS_S = (20.0, 100.0, 500.0)
 """Tests run in portions, as collecting all takes long: those that take 20 s, then more until 100 s, 500 s."""

@@ -186,7 +186,7 @@ def _all_lines(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunc
 
 
 def _is_skipped(node: ast.AST) -> bool:
-    """Whether a node is left as it is: types, texts, and what another operating system runs."""
+    """Whether a node is left as it is: types, texts, checks by zip, what another system or torch runs."""
     match node:
         case ast.JoinedStr() | ast.pattern() | ast.FunctionDef(name="__repr__"):
             return True
@@ -194,7 +194,9 @@ def _is_skipped(node: ast.AST) -> bool:
             return any("overload" in ast.unparse(each) for each in decorators)
         case ast.If(test=test) | ast.IfExp(test=test):
             text = ast.unparse(test)
-            return "TYPE_CHECKING" in text or "sys.platform" in text
+            return any(word in text for word in ("TYPE_CHECKING", "sys.platform", "torch.__version__"))
+        case ast.keyword(arg="strict"):
+            return True
         case ast.Assign(targets=[ast.Name(id="__all__")]):
             return True
         case ast.Assign(value=ast.Subscript(value=ast.Name(id="Literal" | "Callable" | "Union"))):
