@@ -443,6 +443,20 @@ def test_metric_objects_outside_of_the_module(tmp_path: Path) -> None:
         fitted(tmp_path, Composing())
 
 
+def test_metric_objects_that_are_logged_once(tmp_path: Path) -> None:
+    """A run that continues within an epoch shows what was logged before the checkpoint."""
+
+    class Once(WithObject):
+        def log(self, *arguments: Any, **options: Any) -> None:
+            if self.trainer.global_step == 0:
+                super().log(*arguments, **options)
+
+    fitted(tmp_path, Once(), callbacks=saving_each_step(tmp_path))
+    train = trainer(tmp_path)
+    train.fit(Once(), loader(), ckpt_path=tmp_path / "2.ckpt")
+    assert train.callback_metrics["total"] == 8 * 1 / 8
+
+
 def test_metric_objects_that_a_module_has_no_more(tmp_path: Path) -> None:
     """A checkpoint's states without a metric object in the module are named in a warning."""
     fitted(tmp_path, WithObject(), limit_train_batches=2, callbacks=saving_each_step(tmp_path))
