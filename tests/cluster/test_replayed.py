@@ -113,6 +113,7 @@ def test_nodes_of_two_processes(name: str, devices: list[str], run_script: Scrip
 JOB = (EXAMPLES / "kubernetes" / "pytorchjob.yaml").read_text()
 
 
+@pytest.mark.soak
 def test_the_job(on_both: OnBoth) -> None:
     """A PyTorchJob's command in its two pods: each starts the pod's second rank, and all four train."""
     [command] = re.findall(r"command: (\[.*\])", JOB)

@@ -240,6 +240,7 @@ def test_local_ranks_without_ranks_are_refused(cases: Cases) -> None:
         assert "RANK, WORLD_SIZE is not set" in result.stdout
 
 
+@pytest.mark.soak
 def test_a_timeout_says_where_the_others_are(cases: Cases, tmp_path: Path) -> None:
     """With no supervisor, ranks ask each other: step, phase, host, stacks, torch's flight record.
 
