@@ -2,6 +2,7 @@
 
 import faulthandler
 import functools
+import gc
 import os
 import signal
 import tempfile
@@ -13,6 +14,8 @@ import pytest
 from tests.helpers import leak_checks
 from tests.helpers.at_startup import sitecustomize
 from tests.helpers.scripts import ScriptRunner
+
+gc.disable()  # until all tests are collected: imports leave little garbage, and each search takes longer
 
 HERE = Path(__file__).parent
 TORCH_VERSIONS = (
@@ -58,6 +61,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         is_soak = item.get_closest_marker("soak") is not None
         if not (is_quick or is_soak) and _is_in(item.path, SLOW_FOLDERS):
             item.add_marker(pytest.mark.full)
+    gc.enable()
     if _is_default_tier(config):
         full = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=full)
@@ -78,6 +82,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_sessionfinish() -> None:
+    """Search for garbage once; pytest and Python would search all again, seven times."""
+    gc.collect()
+    gc.freeze()
 
 
 @functools.cache

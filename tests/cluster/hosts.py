@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.helpers.preloaded import Place
 from tests.helpers.processes import MARKER
+from tests.helpers.scripts import inside
 
 _NAMESPACES = Path("/etc/netns")  # `ip netns exec` puts the files in here over those in /etc
-_ENTER = 'hostname "$0" && exec "$@"'
 
 # As a login over ssh: with few variables, in the home folder, one text for the shell.
 _REMOTE_SHELL = """\
@@ -27,8 +28,8 @@ exec env -i PATH="$PATH" {marker}="${marker}" ip netns exec "{prefix}$host" \\
 class TwoHosts:
     """`hosta` and `hostb`, each with its own loopback, and an interface on which they reach each other only.
 
-    The names resolve within them. A process enters with `command`, and is otherwise like any other: it has
-    this machine's files, users and process ids.
+    The names resolve within them. A process enters with `command`, or is started in `place`, and is otherwise
+    like any other: it has this machine's files, users and process ids.
     """
 
     names = ("hosta", "hostb")
@@ -77,11 +78,11 @@ class TwoHosts:
 
     def command(self, name: str, command: Sequence[str]) -> list[str]:
         """Return the command that runs `command` on a host."""
-        return [
-            *("ip", "netns", "exec", self._spaces[name]),
-            *("unshare", "--uts", "bash", "-c", _ENTER, name),
-            *command,
-        ]
+        return inside(command, self.place(name))
+
+    def place(self, name: str) -> Place:
+        """Return the place that is a host, for programs that a preloaded interpreter forks."""
+        return self._spaces[name], name
 
     def remote_shell(self, folder: Path) -> Path:
         """Write a program that runs a command on a host as ssh does: `program HOST COMMAND...`."""

@@ -122,10 +122,11 @@ def start(
     more: Variables | None = None,
     script: str = SCRIPT,
 ) -> list[RunningScript]:
-    command = [sys.executable, str(runner.write(script)), *arguments]
     return [
         runner.start_command(
-            hosts.command(name, command),
+            [sys.executable, str(runner.write(script)), *arguments],
+            place=hosts.place(name),
+            siblings=4 * (arguments[:1] == ("popen",)),  # two for each launch
             env={**with_tests(more), "NODE_RANK": str(node), "MASTER_ADDR": "hosta", "MASTER_PORT": "29500"},
         )
         for node, name in enumerate(hosts.names)

@@ -57,8 +57,9 @@ if __name__ == "__main__":
 
 def start(hosts: TwoHosts, runner: ScriptRunner, *arguments: str) -> RunningScript:
     """Start the program on the first host."""
-    program = [str(runner.write(PROGRAM)), str(hosts.remote_shell(runner.folder)), *arguments]
-    return runner.start_command(hosts.command("hosta", [sys.executable, *program]), env=with_tests())
+    shell = str(hosts.remote_shell(runner.folder))
+    program = [sys.executable, str(runner.write(PROGRAM)), shell, *arguments]
+    return runner.start_command(program, place=hosts.place("hosta"), env=with_tests())
 
 
 @pytest.mark.parametrize("rendezvous", ["private", pytest.param("tcp", marks=pytest.mark.soak)])
@@ -72,6 +73,7 @@ def test_ranks_of_two_hosts(hosts: TwoHosts, run_script: ScriptRunner, rendezvou
         assert f"{place}), '{host}', '{hosts.interface}', [6.0, 6.0], 64, False)" in result.stdout, result
 
 
+@pytest.mark.soak
 def test_a_failure_names_rank_and_host(hosts: TwoHosts, run_script: ScriptRunner) -> None:
     """The exception of a rank on the other host is the caller's."""
     result = start(hosts, run_script, "auto", "raise").finish()

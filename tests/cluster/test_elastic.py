@@ -75,7 +75,7 @@ if __name__ == "__main__":
 
 def start(hosts: TwoHosts, name: str, run_script: ScriptRunner, nodes: str) -> RunningScript:
     command = [sys.executable, str(run_script.write(SCRIPT)), str(run_script.folder), nodes]
-    return run_script.start_command(hosts.command(name, command), env=with_tests())
+    return run_script.start_command(command, place=hosts.place(name), env=with_tests())
 
 
 def steps(ended: ScriptResult, what: str) -> list[tuple[int, int]]:

@@ -23,7 +23,7 @@ from tests.mutation.worker import TEST_VARIABLE
 
 SERVER = Path(__file__).with_name("preloaded_server.py")
 REPOSITORY = Path(__file__).parents[2]
-TORCH = ("torch", "torch.distributed", "torch._dynamo")
+TORCH = ("torch", "torch.distributed", "torch._dynamo", "lightning_utilities")
 """What nearly every program of the tests imports.
 
 `rankwise` is not among it: it records the working directory when it is imported, and connects a rank that is
@@ -37,6 +37,11 @@ _READ_AT_START = re.compile(
     r"TORCH|PYTORCH_|CUDA|OMP_|GOMP_|KMP_|MKL_|OPENBLAS_|NPY_|NUMPY_|ATEN_"
 )
 _RESERVED = "/" * 400  # for the program's own marker
+
+
+Place = tuple[str, str]
+"""A network namespace, and the host's name there; what is empty is as in this process."""
+HERE: Place = ("", "")
 
 
 class ForkedProgram:
@@ -128,7 +133,7 @@ class PreloadedInterpreter:
         env: Mapping[str, str],
         streams: Sequence[int],
         siblings: int = 0,
-        namespace: str = "",
+        place: Place = HERE,
     ) -> ForkedProgram:
         """Run a file or module with arguments in a session of its own.
 
@@ -138,12 +143,12 @@ class PreloadedInterpreter:
             env: all variables.
             streams: descriptors of stdin, stdout and stderr.
             siblings: how many of the Python files that the program starts are forks, too.
-            namespace: the network namespace that the program runs in.
+            place: where the program runs.
         """
         number = next(self._numbers)
         marker = f"{processes.MARKER}={env[processes.MARKER]}"
         request = {"number": number, "command": [*map(str, command)], "cwd": str(cwd), "env": {**env}}
-        request |= {"marker": marker, "siblings": siblings, "namespace": namespace}
+        request |= {"marker": marker, "siblings": siblings, "place": place}
         request["context"] = env.get(TEST_VARIABLE)
         socket.send_fds(self._channel, [json.dumps(request).encode()], list(streams))
         while (pid := self._facts.pop((number, "pid"), None)) is None:

@@ -4,6 +4,7 @@ Each request on the socket names a program. The forked process becomes what an i
 for the program alone, but for the modules that are imported already.
 """
 
+import atexit
 import ctypes
 import fcntl
 import gc
@@ -25,7 +26,8 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 _LONGEST_REQUEST = 1 << 20
-_CLONE_NEWNET = 0x40000000  # setns(2)
+_CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x20000, 0x4000000, 0x40000000  # clone(2)
+_MS_BIND, _MS_REC, _MS_SLAVE = 0x1000, 0x4000, 0x80000  # mount(2)
 
 
 def serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
@@ -81,10 +83,22 @@ def prepare(request: dict[str, Any], streams: list[int]) -> None:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
-    if request["namespace"]:
-        with Path("/run/netns", request["namespace"]).open() as namespace:
-            assert ctypes.CDLL(None).setns(namespace.fileno(), _CLONE_NEWNET) == 0
+    if request["place"][0]:
+        enter(*request["place"])
     write_into_initial_environment(request["marker"])
+
+
+def enter(namespace: str, host: str) -> None:
+    """Enter a network namespace, as `ip netns exec` does: with its files in /etc; and get a host's name."""
+    libc, own_files = ctypes.CDLL(None), Path("/etc/netns", namespace)
+    with Path("/run/netns", namespace).open() as file:
+        assert libc.setns(file.fileno(), _CLONE_NEWNET) == 0
+    assert libc.unshare(_CLONE_NEWNS | _CLONE_NEWUTS) == 0
+    assert libc.mount(None, b"/", None, _MS_REC | _MS_SLAVE, None) == 0
+    for each in own_files.iterdir() if own_files.exists() else ():
+        assert libc.mount(bytes(each), bytes(Path("/etc", each.name)), None, _MS_BIND, None) == 0
+    if host:
+        socket.sethostname(host)
 
 
 def run(request: dict[str, Any]) -> None:
@@ -274,11 +288,35 @@ def hide_these_frames() -> None:
     sys.excepthook = without
 
 
+def leave_modules(imported: dict[str, ModuleType]) -> None:
+    """Leave the modules that were imported here as they are at a program's end, except `torch.distributed`.
+
+    All others are cleared, with what they hold, as at the end of every interpreter.
+    """
+    for name, module in imported.items():
+        if sys.modules.get(name) is module and not name.startswith("torch.distributed"):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
+            sys.modules[name] = None  # type: ignore[assignment]  # as Python sets it
+
+
+def shorten_exit() -> None:
+    """Leave out, at a program's end, what takes half a second for torch: C++ unregisters each operator."""
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)  # in place of all functions that were registered before
+    libc.on_exit(libc.fcloseall, None)  # called before that one
+
+
 if __name__ == "__main__":
     del sys.path[0]  # the tests' helpers must not be found in place of installed modules
     channel = socket.socket(fileno=int(sys.argv[1]))
+    gc.disable()  # imports leave little garbage, and each search takes longer
+    here, imported = set(sys.modules), dict[str, ModuleType]()
+    atexit.register(leave_modules, imported)  # is called after what the modules register
     for name in sys.argv[2:]:
         importlib.import_module(name)
+    imported.update({name: module for name, module in sys.modules.items() if name not in here})
+    shorten_exit()
+    gc.enable()
     gc.collect()
     gc.freeze()  # else each program searches all of this for garbage when it ends
     send(channel, {"number": 0})

@@ -20,7 +20,7 @@ from typing_extensions import Unpack
 
 from tests.helpers import processes
 from tests.helpers.load import slowdown
-from tests.helpers.preloaded import TORCH, Program, preloaded
+from tests.helpers.preloaded import HERE, TORCH, Place, Program, preloaded
 
 WITHOUT_COVERAGE: Mapping[str, str | None] = {"COVERAGE_PROCESS_START": None, "COVERAGE_PROCESS_CONFIG": None}
 """`env=` for a program whose time is measured."""
@@ -28,6 +28,7 @@ WITHOUT_COVERAGE: Mapping[str, str | None] = {"COVERAGE_PROCESS_START": None, "C
 
 Start = Callable[..., Program]
 _BLOCKED_S = 0.3
+_NAMED = 'hostname "$0" && exec "$@"'
 
 
 @dataclass(frozen=True)
@@ -194,14 +195,21 @@ def _input(text: str | None) -> Iterator[IO[bytes]]:
 
 
 def _start_new(
-    command: Sequence[str], *, cwd: Path, env: Mapping[str, str], streams: Sequence[int], namespace: str = ""
+    command: Sequence[str], *, cwd: Path, env: Mapping[str, str], streams: Sequence[int], place: Place
 ) -> Program:
     """Start a command."""
     stdin, stdout, stderr = streams
-    command = ["ip", "netns", "exec", namespace, *command] if namespace else command
+    command = inside(command, place)
     return subprocess.Popen(
         command, cwd=cwd, env=env, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
     )
+
+
+def inside(command: Sequence[str], place: Place) -> list[str]:
+    """Return the command that runs `command` in a place."""
+    namespace, host = place
+    enter = ["ip", "netns", "exec", namespace] if namespace else []
+    return [*enter, *(["unshare", "--uts", "bash", "-c", _NAMED, host] if host else []), *command]
 
 
 class Options(TypedDict, total=False):
@@ -214,13 +222,14 @@ class Options(TypedDict, total=False):
         fresh: whether an interpreter of its own runs it. By default a Python file is a fork of one that has
             imported `preload`, if there are no flags, and `env` changes nothing that an interpreter or torch
             reads when it starts. That differs in `sys.modules`, in the parent process, in what the garbage
-            collector looks at (what is imported already is frozen), and in a frame below the program's own.
+            collector looks at and the end clears (not what was imported already), in C++'s functions at exit,
+            which are not called, and in a frame below the program's own.
         preload: names of modules; there is one interpreter for each such tuple.
         siblings: how many processes to fork for the Python files and modules that the program will start by
             `subprocess`, as `strategy="ddp"` and torchrun do: importing torch anew takes seconds. The
             program itself may be a module then (`-m torch.distributed.run`). For tests whose subject is not
             how a rank starts.
-        namespace: the network namespace that the program runs in; this process's, if it is empty.
+        place: the network namespace that the program runs in, and the host's name there; `HERE` by default.
     """
 
     env: Mapping[str, str | None] | None
@@ -229,7 +238,7 @@ class Options(TypedDict, total=False):
     fresh: bool
     preload: tuple[str, ...]
     siblings: int
-    namespace: str
+    place: Place
 
 
 class ScriptRunner:
@@ -285,13 +294,13 @@ class ScriptRunner:
         variables |= {name: value for name, value in changes.items() if value is not None}
         outer = os.environ.get(processes.MARKER, str(os.getpid()))  # none is set for a module's fixture
         variables[processes.MARKER] = f"{outer}/{id(self)}/{len(self._running)}"
-        preload, namespace = options.get("preload", TORCH), options.get("namespace", "")
-        start: Start = partial(_start_new, namespace=namespace)
+        preload, place = options.get("preload", TORCH), options.get("place", HERE)
+        start: Start = partial(_start_new, place=place)
         siblings = options.get("siblings", 0)
         is_plain = _is_plain(command) or (siblings and [*command[:2]] == [sys.executable, "-m"])
         if not options.get("fresh") and is_plain and preloaded(preload).fits(variables):
             fork = preloaded(preload).start
-            start = lambda words, **more: fork(words[1:], siblings=siblings, namespace=namespace, **more)  # noqa: E731
+            start = lambda words, **more: fork(words[1:], siblings=siblings, place=place, **more)  # noqa: E731
         cwd = options.get("cwd") or self.folder
         running = RunningScript(command, cwd, variables, options.get("stdin"), start)
         self._running.append(running)

@@ -97,7 +97,7 @@ def _listeners(namespace: str) -> list[str]:
 )
 def test_a_job_listens_on_loopback_only(arguments: str, namespace: str, run_script: ScriptRunner) -> None:
     """Every listening socket is on 127.0.0.1; a store has one only with `rendezvous="tcp"`."""
-    running = run_script.start(JOB, *arguments.split(), namespace=namespace, env=with_tests(), siblings=1)
+    running = run_script.start(JOB, *arguments.split(), place=(namespace, ""), env=with_tests(), siblings=1)
     running.wait_for("up", count=2)
     listeners = _listeners(namespace)
     (run_script.folder / "stop").touch()
