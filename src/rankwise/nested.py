@@ -117,7 +117,9 @@ def walked(value: Any, parts_of: Callable[[Any], Iterable[Any] | None] = contain
 def _copied(value: Any, mapped: Callable[[Any], Any], leaf: Callable[[Any], Any]) -> Any:
     """Return a container with `mapped` items, or what `leaf` makes of another value."""
     kind: Any = type(value)
-    if kind is tuple or kind is list:  # before the slower checks
+    if kind in _SCALARS:  # before the slower checks: a random state has hundreds
+        return leaf(value)
+    if kind is tuple or kind is list:
         return kind([mapped(item) for item in value])
     if dataclasses.is_dataclass(kind):
         return _map_fields(value, mapped)
