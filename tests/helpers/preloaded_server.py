@@ -22,7 +22,7 @@ import tempfile
 from importlib.machinery import SourceFileLoader
 from multiprocessing import process as multiprocessing_process
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 _LONGEST_REQUEST = 1 << 20
@@ -125,7 +125,7 @@ def run(request: dict[str, Any]) -> None:
     if spec is not None:
         main.__spec__, main.__package__ = spec, spec.parent
     try:
-        exec(code_of(Path(path)), vars(main))
+        exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), vars(main))
     except BaseException as error:
         if not isinstance(error, SystemExit):
             hide_these_frames()
@@ -268,11 +268,6 @@ def main_module(path: Path) -> ModuleType:
     vars(module).update({name: own[name] for name in also if name in own})
     sys.modules["__main__"] = module
     return module
-
-
-def code_of(path: Path) -> CodeType:
-    """Compile the program."""
-    return compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
 
 
 def hide_these_frames() -> None:

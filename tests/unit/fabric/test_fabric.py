@@ -26,6 +26,7 @@ from rankwise.errors import (
 from rankwise.fabric import FabricModule, FabricOptimizer
 from rankwise.loggers import CSVLogger
 from rankwise.precision import Precision
+from tests.helpers.refusals import refused
 from tests.unit.fabric.helpers import Classifier, data, fabric, largest_difference
 
 
@@ -108,15 +109,12 @@ def test_processes_must_be_launched() -> None:
         ),
         *(lambda: two.all_gather(1.0), lambda: two.save("x", {}), lambda: two.load("x"), two.barrier),
     ):
-        with pytest.raises(LifecycleError, match="not launched"):
-            call()
-    with pytest.raises(LaunchRefusedError, match="needs the function"):
-        two.launch()
+        refused(LifecycleError, "not launched", call)
+    refused(LaunchRefusedError, "needs the function", two.launch)
     strategy = DDPStrategy(accelerator="cpu", devices=1, start_method="fork")
     one = Fabric(strategy=strategy)
     assert one.strategy is strategy
-    with pytest.raises(LifecycleError, match="not launched"):
-        one.setup(Classifier())
+    refused(LifecycleError, "not launched", one.setup, Classifier())
 
 
 def test_a_subclass_with_run_launches_itself() -> None:
@@ -143,11 +141,9 @@ def test_a_subclass_with_run_launches_itself() -> None:
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], error: type[Exception], text: str) -> None:
     """In the constructor, by name; Lightning's contexts for creating modules where they are read."""
-    with pytest.raises(error, match=text):
-        Fabric(accelerator="cpu", **options)
+    refused(error, text, Fabric, accelerator="cpu", **options)
     for name in ("init_module", "init_tensor", "sharded_model"):
-        with pytest.raises(MissingAttributeError, match=f"Fabric has no {name}"):
-            getattr(fabric(), name)
+        refused(MissingAttributeError, f"Fabric has no {name}", getattr, fabric(), name)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
@@ -157,20 +153,14 @@ def test_setup_refuses_what_it_cannot_honour() -> None:
     plain = torch.optim.SGD(own.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(own.parameters(), lr=0.1), 1)
     module, optimizer = one.setup(own, plain)
-    with pytest.raises(InvalidArgumentError, match="set up before"):
-        one.setup(module)
-    with pytest.raises(InvalidArgumentError, match="set up before"):
-        one.setup_optimizers(optimizer)
-    with pytest.raises(ConfigurationError, match="without an optimizer"):
-        one.setup(own, scheduler=scheduler)
+    refused(InvalidArgumentError, "set up before", one.setup, module)
+    refused(InvalidArgumentError, "set up before", one.setup_optimizers, optimizer)
+    refused(ConfigurationError, "without an optimizer", one.setup, own, scheduler=scheduler)
     with pytest.raises(ConfigurationError, match="another optimizer"):
         one.setup(own, torch.optim.SGD(own.parameters(), lr=0.1), scheduler=scheduler)
-    with pytest.raises(InvalidTypeError, match="module"):
-        one.setup(plain)  # type: ignore[arg-type]  # what the test is about
-    with pytest.raises(ConfigurationError, match="got none"):
-        one.setup_optimizers()
-    with pytest.raises(InvalidArgumentError, match="_reapply_compile"):
-        one.setup(torch.compile(own), _reapply_compile=False)  # type: ignore[arg-type]  # a module
+    refused(InvalidTypeError, "module", one.setup, plain)
+    refused(ConfigurationError, "got none", one.setup_optimizers)
+    refused(InvalidArgumentError, "_reapply_compile", one.setup, torch.compile(own), _reapply_compile=False)
 
 
 def test_setup_returns_what_it_was_given() -> None:
@@ -230,11 +220,9 @@ def test_gradients_are_clipped() -> None:
     assert largest_gradient(own) <= 1e-5
     both: list[dict[str, Any]] = [{}, {"clip_val": 1.0, "max_norm": 1.0}]
     for options in both:
-        with pytest.raises(ConfigurationError, match="give one of the two"):
-            one.clip_gradients(module, optimizer, **options)
+        refused(ConfigurationError, "give one of the two", one.clip_gradients, module, optimizer, **options)
     next(own.parameters()).grad = torch.full((8, 4), torch.nan)
-    with pytest.raises(FloatingPointError, match="nan"):
-        one.clip_gradients(module, optimizer, max_norm=1.0)
+    refused(FloatingPointError, "nan", one.clip_gradients, module, optimizer, max_norm=1.0)
     assert one.clip_gradients(module, optimizer, max_norm=1.0, error_if_nonfinite=False) is not None
 
 
@@ -245,12 +233,9 @@ def test_backward_takes_torchs_options() -> None:
     one.backward(x * 3, torch.ones(2), retain_graph=True)
     assert x.grad is not None
     assert x.grad.tolist() == [3.0, 3.0]
-    with pytest.raises(UnknownArgumentError, match="model"):
-        one.backward(x.sum(), model=nn.Linear(1, 1))
-    with pytest.raises(ConfigurationError, match="weight"):
-        one.backward(x.sum(), weight=2)
-    with pytest.raises(InvalidTypeError, match=r"Fabric\.setup"):
-        one.no_backward_sync(Classifier())
+    refused(UnknownArgumentError, "model", one.backward, x.sum(), model=nn.Linear(1, 1))
+    refused(ConfigurationError, "weight", one.backward, x.sum(), weight=2)
+    refused(InvalidTypeError, r"Fabric\.setup", one.no_backward_sync, Classifier())
     with one.no_backward_sync(one.setup(Classifier())):  # with one process it does nothing
         pass
 
@@ -279,8 +264,7 @@ def test_a_module_is_the_users() -> None:
     assert own.first.weight.dtype is torch.float64
     with pytest.raises(AttributeError, match="nothing"):
         module.nothing  # noqa: B018  the access itself raises
-    with pytest.raises(InvalidArgumentError, match="assign"):
-        module.load_state_dict(own.state_dict(), assign=True)
+    refused(InvalidArgumentError, "assign", module.load_state_dict, own.state_dict(), assign=True)
     assert type(copy.deepcopy(module)) is Classifier
     assert type(pickle.loads(pickle.dumps(module))) is Classifier
 
@@ -290,8 +274,7 @@ def test_marked_methods_run_in_the_precision() -> None:
     module = fabric(precision="bf16-mixed").setup(Classifier())
     x, y = data().tensors
     assert module.training_step((x, y)).dtype is torch.float32
-    with pytest.raises(ConfigurationError, match=r"mark_forward_method\('loss'\)"):
-        module.loss(x, y)
+    refused(ConfigurationError, r"mark_forward_method\('loss'\)", module.loss, x, y)
     with torch.no_grad():
         module.loss(x, y)
     module.mark_forward_method("loss")
@@ -343,10 +326,8 @@ def test_a_scaled_loss_needs_the_fabrics_backward() -> None:
     assert not torch.equal(before, own.first.weight)
     one, own, module, optimizer = ready(strategy=SingleDeviceStrategy(gradient_weighting="logged"))
     x, y = data().tensors
-    with pytest.raises(ConfigurationError, match="has no weight"):
-        one.backward(module.training_step((x, y)))
-    with pytest.raises(ConfigurationError, match="outside of the block"):
-        one.backward(module.training_step((x, y)), weight=32)
+    refused(ConfigurationError, "has no weight", one.backward, module.training_step((x, y)))
+    refused(ConfigurationError, "outside of the block", one.backward, module.training_step((x, y)), weight=32)
     for start, end in ((0, 20), (20, 32)):  # two microbatches of different sizes
         with one.gradient_sync_context(module, optimizer, is_final_microbatch=end == 32):
             one.backward(module.training_step((x[start:end], y[start:end])), weight=end - start)
@@ -391,13 +372,10 @@ def test_each_iteration_has_another_order() -> None:
 def test_loaders_that_cannot_be_set_up() -> None:
     """None at all, what is no loader, what was set up, and options without effect."""
     one = fabric()
-    with pytest.raises(ConfigurationError, match="got none"):
-        one.setup_dataloaders()
-    with pytest.raises(InvalidTypeError, match="torch DataLoader"):
-        one.setup_dataloaders([1, 2])  # type: ignore[arg-type]  # what the test is about
+    refused(ConfigurationError, "got none", one.setup_dataloaders)
+    refused(InvalidTypeError, "torch DataLoader", one.setup_dataloaders, [1, 2])
     first, second = one.setup_dataloaders(DataLoader(data()), DataLoader(data()))
-    with pytest.raises(InvalidTypeError, match="torch DataLoader"):
-        one.setup_dataloaders(first)
+    refused(InvalidTypeError, "torch DataLoader", one.setup_dataloaders, first)
     with pytest.raises(ConfigurationError, match="each_sample_once"):
         one.setup_dataloaders(DataLoader(data()), use_distributed_sampler=False, each_sample_once=True)
     assert len(second) == 32
@@ -422,14 +400,11 @@ def test_a_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
     assert largest_difference(other.state_dict(), saved) == 0
     assert adam.param_groups[0]["lr"] == 0.01
     assert set(one.load(path)) == {"model", "optimizer", "epoch", "more"}
-    with pytest.raises(CheckpointError, match="has no 'scheduler'"):
-        one.load(path, {"scheduler": None})
+    refused(CheckpointError, "has no 'scheduler'", one.load, path, {"scheduler": None})
     rest = one.load(path, {"scheduler": None, "epoch": 0}, strict=False)
     assert rest.keys() == {"model", "optimizer", "more"}
-    with pytest.raises(InvalidArgumentError, match="weights_only"):
-        one.load(path, weights_only=False)
-    with pytest.raises(CheckpointError, match="cannot be restored"):
-        one.load(path, {"model": one.setup(nn.Linear(1, 1))})
+    refused(InvalidArgumentError, "weights_only", one.load, path, weights_only=False)
+    refused(CheckpointError, "cannot be restored", one.load, path, {"model": one.setup(nn.Linear(1, 1))})
 
 
 def test_a_part_of_a_state_is_saved(tmp_path: Path) -> None:
@@ -440,17 +415,14 @@ def test_a_part_of_a_state_is_saved(tmp_path: Path) -> None:
     assert list(one.load(tmp_path / "x")["model"]) == ["first.bias", "layers.0.bias", "layers.2.bias"]
     with pytest.raises(ConfigurationError, match="'other'"):
         one.save(tmp_path / "x", {"model": module}, filter={"other": lambda name, value: True})
-    with pytest.raises(InvalidTypeError, match="filter"):
-        one.save(tmp_path / "x", {"model": module}, filter={"model": 3})  # type: ignore[dict-item]  # wrong on purpose
+    refused(InvalidTypeError, "filter", one.save, tmp_path / "x", {"model": module}, filter={"model": 3})
     own = Classifier()
     torch.save({name: value + 1 for name, value in own.state_dict().items()}, tmp_path / "x")
     one.load_raw(tmp_path / "x", module)
     assert largest_difference(module.state_dict(), own.state_dict()) == 1
-    with pytest.raises(InvalidTypeError, match="a module or an optimizer"):
-        one.load_raw(tmp_path / "x", {})
+    refused(InvalidTypeError, "a module or an optimizer", one.load_raw, tmp_path / "x", {})
     torch.save({}, tmp_path / "x")
-    with pytest.raises(CheckpointError, match=r"first\.weight"):
-        one.load_raw(tmp_path / "x", module)
+    refused(CheckpointError, r"first\.weight", one.load_raw, tmp_path / "x", module)
     one.load_raw(tmp_path / "x", module, strict=False)
 
 
@@ -482,8 +454,7 @@ def test_callbacks_are_called() -> None:
     one.call("on_epoch", epoch=1, loss=0.5)
     one.call("on_nothing")
     assert notes.seen == ["FabricModule", "SGD", "epoch 1"]
-    with pytest.raises(InvalidTypeError, match=r"Notes\.name"):
-        one.call("name")
+    refused(InvalidTypeError, r"Notes\.name", one.call, "name")
 
 
 def test_numbers_are_logged(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from rankwise.gradient_sync import CommHookRegistry, HookPlace, register_ddp_com
 from rankwise.gradient_sync.hook_registry import PowerSGDMemory
 from rankwise.strategies import DDPStrategy
 from tests.helpers.exactness import weights
+from tests.helpers.refusals import refused
 from tests.helpers.threaded import ThreadedStrategy, counted_reductions, run_ranks
 from tests.process.training_tasks import Regression, loader, quiet_trainer
 from tests.unit.gradient_sync.helpers import (
@@ -135,8 +136,7 @@ def test_register_ddp_comm_hook_by_lightnings_keywords() -> None:
 
     assert_each(run_ranks(2, train), expected(), 1e-2)
     assert seen == [2, 2]
-    with pytest.raises(InvalidTypeError, match="DistributedDataParallel"):
-        register_ddp_comm_hook(net(), None, "noop")
+    refused(InvalidTypeError, "DistributedDataParallel", register_ddp_comm_hook, net(), None, "noop")
 
 
 def test_registered_hook_uses_the_local_world_size(names: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,14 +187,11 @@ def test_hooks_can_be_registered(names: Any) -> None:
     assert "scaled" in repr(names)
     for result in reduced(comm_hook="scaled:factor=0.5"):
         assert_close([None if g is None else g * 2 for g in result], expected())
-    with pytest.raises(DuplicateNameError, match=r"CommHookRegistry.register\(\"scaled\""):
-        names.register("SCALED", scaled)
-    with pytest.raises(UnknownArgumentError, match="Did you mean 'factor'"):
-        DDPStrategy(comm_hook="scaled:facter=2")
+    refused(DuplicateNameError, r"CommHookRegistry.register\(\"scaled\"", names.register, "SCALED", scaled)
+    refused(UnknownArgumentError, "Did you mean 'factor'", DDPStrategy, comm_hook="scaled:facter=2")
     with pytest.raises(InvalidTypeError):
         names.register("", scaled)
-    with pytest.raises(InvalidTypeError, match="two arguments"):
-        names.register("wrong", lambda bucket: bucket)
+    refused(InvalidTypeError, "two arguments", names.register, "wrong", lambda bucket: bucket)
 
 
 AVERAGING: dict[str, Any] = {"comm_hook": "post_localsgd", "model_averaging_period": 2}
@@ -229,23 +226,20 @@ AVERAGING: dict[str, Any] = {"comm_hook": "post_localsgd", "model_averaging_peri
 )
 def test_refused_in_the_constructor(arguments: Any, error: type[Exception], words: str) -> None:
     """Invalid hooks and options are errors before any process starts."""
-    with pytest.raises(error, match=words):
-        DDPStrategy(**arguments)
+    refused(error, words, DDPStrategy, **arguments)
 
 
 def test_powersgd_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error without NumPy says how to install it."""
     monkeypatch.setitem(__import__("sys").modules, "numpy", None)
-    with pytest.raises(MissingExtraError, match=r"rankwise\[powersgd\]"):
-        DDPStrategy(comm_hook="powersgd")
+    refused(MissingExtraError, r"rankwise\[powersgd\]", DDPStrategy, comm_hook="powersgd")
 
 
 def test_powersgd_on_cpus_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's hook would fail there when it begins to compress."""
     trainer = quiet_trainer(DDPStrategy(comm_hook="powersgd"), 2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigurationError, match="hide the GPU"):
-        trainer.fit(Regression(), loader(4, 2))
+    refused(ConfigurationError, "hide the GPU", trainer.fit, Regression(), loader(4, 2))
 
 
 def test_pickling_a_state_of_torch() -> None:
@@ -299,8 +293,7 @@ def test_powersgd_refuses_a_random_state_that_no_run_has_written() -> None:
     memory = PowerSGDMemory(PowerSGDState(None, 1))
     saved = memory.state_dict()
     saved["random"][2] = 10**6
-    with pytest.raises(ValueError, match="position 1000000 is outside"):
-        memory.load_state_dict(saved)
+    refused(ValueError, "position 1000000 is outside", memory.load_state_dict, saved)
 
 
 def test_powersgd_resumes_from_its_state() -> None:
@@ -471,7 +464,6 @@ def test_distributed_optimizers_are_refused_with_averaging() -> None:
         optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.SGD, lr=0.1)
         with pytest.raises(ConfigurationError, match="ZeroRedundancyOptimizer"):
             strategy.on_after_setup_optimizers([optimizer])
-        with pytest.raises(ConfigurationError, match="ZeroRedundancyOptimizer"):
-            strategy.gradients.after_step(optimizer)
+        refused(ConfigurationError, "ZeroRedundancyOptimizer", strategy.gradients.after_step, optimizer)
 
     on_ranks(1, run, net(), **LOCAL)

@@ -13,6 +13,7 @@ from rankwise import DataModule
 from rankwise.callbacks import Callback, ModelCheckpoint
 from rankwise.errors import CheckpointError, ConfigurationError, InvalidTypeError
 from rankwise.trainer.data.data_hooks import TRANSFER_HOOKS, DataHooks, prepares_data
+from tests.helpers.refusals import refused
 from tests.unit.trainer.helpers import Line, Stream, calls_in, fitted, loader, noting, samples, trainer
 
 
@@ -97,8 +98,7 @@ def test_lightnings_order(tmp_path: Path) -> None:
     seen.clear()
     runs.validate(Line(), loader(8, 4))
     assert [each for each in seen if each[0] == "d"] == ["d prepare_data", "d setup", "d teardown"]
-    with pytest.raises(ValueError, match="bad batch"):
-        runs.fit(noting(Failing(), "m", ALL, seen), data)
+    refused(ValueError, "bad batch", runs.fit, noting(Failing(), "m", ALL, seen), data)
     assert seen[-5:] == calls_in(FAILED)
 
 
@@ -129,18 +129,14 @@ def test_without_a_trainer() -> None:
 def test_what_is_refused_before_the_start(tmp_path: Path) -> None:
     """Loaders and a data module; none of the two; another object; a loader that is missing; an attribute."""
     runs, both = trainer(tmp_path), r"fit\(\) was given loaders and a data module"
-    with pytest.raises(ConfigurationError, match=both):
-        runs.fit(Line(), loader(), datamodule=Numbers())
-    with pytest.raises(ConfigurationError, match=both):
-        runs.fit(Line(), Numbers(), loader())
-    with pytest.raises(InvalidTypeError, match="datamodule"):
-        runs.fit(Line(), datamodule=loader())  # type: ignore[arg-type]  # refused
+    refused(ConfigurationError, both, runs.fit, Line(), loader(), datamodule=Numbers())
+    refused(ConfigurationError, both, runs.fit, Line(), Numbers(), loader())
+    refused(InvalidTypeError, "datamodule", runs.fit, Line(), datamodule=loader())
     with pytest.raises(ConfigurationError, match=r"DataModule does not define test_dataloader\(\)"):
         runs.test(Line(), DataModule())
     data = Numbers()
     data.train_dataloader = loader()  # type: ignore[method-assign, assignment]  # refused
-    with pytest.raises(InvalidTypeError, match=r"Numbers\.train_dataloader"):
-        runs.fit(Line(), data)
+    refused(InvalidTypeError, r"Numbers\.train_dataloader", runs.fit, Line(), data)
     for owner in (Line(), Numbers()):  # to allow empty loaders on some ranks would have no effect
         vars(owner)["allow_zero_length_dataloader_with_multiple_devices"] = True
         arguments: Any = (owner, loader()) if isinstance(owner, Line) else (Line(), owner)
@@ -193,8 +189,7 @@ def test_from_datasets(tmp_path: Path) -> None:
     copied = pickle.loads(pickle.dumps(Numbers.from_datasets(samples(4), batch_size=2)))
     assert len(copied.train_dataloader()) == 2
     assert len(data.test_dataloader()) == 2  # the class's own
-    with pytest.raises(InvalidTypeError, match="val_dataset"):
-        DataModule.from_datasets(val_dataset=[3])
+    refused(InvalidTypeError, "val_dataset", DataModule.from_datasets, val_dataset=[3])
     model = Line()
     trainer(tmp_path).fit(model, DataModule.from_datasets(train_dataset=samples(4), batch_size=2))
     assert model.seen == ["train 0", "train 1"]
@@ -244,8 +239,7 @@ def test_other_states_and_hyperparameters(tmp_path: Path) -> None:
     data.state = {"count": None}
     runs = fitted(tmp_path, None, data, callbacks=ModelCheckpoint(dirpath=tmp_path))
     runs.save_checkpoint(path)
-    with pytest.raises(CheckpointError, match=r"odd\.ckpt.*Odd"):
-        runs.test(Line(), data, ckpt_path=path)
+    refused(CheckpointError, r"odd\.ckpt.*Odd", runs.test, Line(), data, ckpt_path=path)
     with pytest.warns(UserWarning, match=r"Checkpoints will not have the hyperparameters function"):
         runs.fit(Line(), Odd(lambda: None))
 
