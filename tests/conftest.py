@@ -38,11 +38,13 @@ NEW_INTERPRETERS = ("spawn", "forkserver", "elastic", "popen", "torchrun")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import no file that has no test of the default tier, where that is what the command runs."""
-    may_have_none = _is_in(collection_path, (*SLOW_FOLDERS, "cluster")) and _is_default_tier(config)
-    is_of_tests = collection_path.name.startswith("test_")
-    if may_have_none and is_of_tests and "pytest.mark.quick" not in collection_path.read_text():
-        return True
+    """Import no file that has no test of the tier that the command runs: the default one, or `-m full`."""
+    if not collection_path.name.startswith("test_"):
+        return None
+    if _is_in(collection_path, (*SLOW_FOLDERS, "cluster")) and _is_default_tier(config):
+        return None if "pytest.mark.quick" in collection_path.read_text() else True
+    if _is_in(collection_path, ("unit",)) and config.option.markexpr.startswith("full"):
+        return None if "pytest.mark.full" in collection_path.read_text() else True
     return None
 
 
@@ -61,6 +63,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         is_soak = item.get_closest_marker("soak") is not None
         if not (is_quick or is_soak) and _is_in(item.path, SLOW_FOLDERS):
             item.add_marker(pytest.mark.full)
+    gc.freeze()  # what was collected stays: searching it for garbage takes longer than a test
     gc.enable()
     if _is_default_tier(config):
         full = [item for item in items if item.get_closest_marker("full")]

@@ -35,9 +35,10 @@ def functions_in(path: str) -> dict[str, ast.FunctionDef]:
 def is_in_default_tier(test: str) -> bool:
     """Return whether plain `pytest` runs a test, at least for some of its parameters."""
     path, name = test.split("::", 1)
+    marks = [ast.unparse(each) for each in functions_in(path)[name].decorator_list]
     if not path.startswith(tuple(f"tests/{folder}/" for folder in (*SLOW_FOLDERS, "cluster", "gpu"))):
-        return True
-    return any("pytest.mark.quick" in ast.unparse(each) for each in functions_in(path)[name].decorator_list)
+        return not {"pytest.mark.full", "pytest.mark.soak"} & set(marks)
+    return any("pytest.mark.quick" in each for each in marks)
 
 
 def missing(tests: list[str]) -> list[str]:
@@ -63,12 +64,6 @@ def test_features() -> None:
         assert missing(tests) == [], feature
         assert any(test.startswith(ON_PROCESSES) for test in tests), feature
         assert any(map(is_in_default_tier, tests)), feature
-
-
-def test_unit_tests_are_of_the_default_tier() -> None:
-    """For the tier full `.ci/run` does not look into their folder."""
-    files = (REPOSITORY / "tests" / "unit").rglob("*.py")
-    assert [path.name for path in files if "pytest.mark.full" in path.read_text()] == []
 
 
 def test_limits() -> None:

@@ -156,6 +156,7 @@ KILLED = """
 """
 
 
+@pytest.mark.soak
 def test_a_killed_measurement_leaves_nothing(run_script: ScriptRunner) -> None:
     """What it has started ends, in whatever session it is; its temporary files are removed."""
     path = os.pathsep.join([str(DOCS.parent), os.environ["PYTHONPATH"]])

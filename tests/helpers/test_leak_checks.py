@@ -40,6 +40,7 @@ def test_nothing_is_found_where_nothing_has_changed(tmp_path: Path) -> None:
     assert leak_checks.wait_until_clean(leak_checks.all_checks("nobody", tmp_path, tmp_path)) == []
 
 
+@pytest.mark.full
 def test_the_failure_says_who(monkeypatch: pytest.MonkeyPatch) -> None:
     """The failure names the test or its module, and what was left behind."""
     checks = [leak_checks.Environment()]

@@ -156,6 +156,7 @@ LEAVE_A_FORK = """
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("source", "fresh", "command"),
     [

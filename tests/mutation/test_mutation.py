@@ -92,6 +92,7 @@ def result(verdict: Verdict) -> str:
     return f"{'hangs' if verdict.has_hung else 'fails'} in {verdict.killer.partition('::')[2]}"
 
 
+@pytest.mark.soak
 @pytest.mark.full
 def test_an_example(project: Path, runner: Runner, capfd: pytest.CaptureFixture[str]) -> None:
     """A mutant is killed by a failure, also in another process, or by a hang; or it survives its tests."""

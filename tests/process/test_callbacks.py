@@ -105,6 +105,7 @@ class Normalised(Regression):
         assert len(set(map(tuple, self.trainer.strategy.all_gather_object(sums)))) == 1
 
 
+@pytest.mark.soak
 def test_averaged_weights_are_everybodys(tmp_path: Path) -> None:
     """All ranks validate one average; their caller gets it, and the checkpoint has it."""
     saving = ModelCheckpoint(tmp_path, "own")

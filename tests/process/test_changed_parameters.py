@@ -54,7 +54,8 @@ def fit(strategy: Any, world_size: int, what: str, *ranks: int) -> tuple[Any, Fi
 
 
 @pytest.mark.parametrize(
-    "start_method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.soak)]
+    "start_method",
+    ["fork", *(pytest.param(each, marks=pytest.mark.soak) for each in ("forkserver", "spawn"))],
 )
 def test_a_layer_that_is_unfrozen_with_a_group(start_method: str) -> None:
     """Two ranks have one process's weights, and the caller's optimizer has both groups and their states."""

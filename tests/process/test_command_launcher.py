@@ -56,7 +56,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.quick
 def test_training(run_script: ScriptRunner) -> None:
     """The result is that of one process, and it comes back into the caller's shared memory."""
     result = run_script(TRAIN, env=with_tests(), siblings=2)
@@ -126,6 +125,7 @@ def hold_the_interpreter(strategy: Strategy) -> None:
     ctypes.PyDLL(None).sleep(60)
 
 
+@pytest.mark.soak
 def test_a_rank_that_cannot_be_killed_from_here(capfd: pytest.CaptureFixture[str]) -> None:
     """The kernel kills it when its connection is closed, in whatever state it is."""
     began = time.monotonic()
@@ -157,6 +157,7 @@ SLEEP = ["sleep", "60"]
 WORKER = [sys.executable, "-m", "rankwise.launchers.commands.worker", "127.0.0.1", "1", "1"]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("start", "error", "text"),
     [

@@ -18,6 +18,7 @@ def test_in_one_process(tmp_path: Path) -> None:
     assert differences("single_device", 1, tmp_path, sharded=False) == []
 
 
+@pytest.mark.soak
 def test_in_other_processes(tmp_path: Path) -> None:
     """So do two forked ranks, whose states are in the calling process between the fits."""
     assert differences("ddp_fork", 2, tmp_path, sharded=False) == []

@@ -157,6 +157,7 @@ def test_so_does_what_no_trainer_has_saved(tmp_path: Path) -> None:
     assert time.monotonic() - killed_s < 20  # and not after 30 s, the limit of torch's agent
 
 
+@pytest.mark.soak
 def test_checkpoint_of_an_earlier_run_is_none_of_ours(tmp_path: Path) -> None:
     """A restart before this run has saved anything begins at the beginning, whatever lies in the folder.
 
@@ -195,6 +196,7 @@ def log(tmp_path: Path) -> Iterator[Path]:
     handler.close()
 
 
+@pytest.mark.soak
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, log: Path) -> None:
     """A restart ignores a damaged checkpoint, and logs why."""
     whole = train(elastic(0), tmp_path / "whole", seed=3, max_epochs=1)

@@ -22,7 +22,6 @@ QUICK = {
     Cell("main", "raises", "mid-step", "ddp_fork"),
     Cell("main", "SIGKILL", "while saving", "ddp_fork"),
     Cell("main", "SIGSTOP", "mid-step", "ddp_fork"),
-    Cell("rank 0", "exits 0", "mid-step", "ddp"),
 }
 """What is run by default; the others with `-m soak`."""
 

@@ -85,6 +85,7 @@ IMPORTS = """
 """
 
 
+@pytest.mark.soak
 def test_forked_ranks_import_nothing(run_script: ScriptRunner) -> None:
     """What a fit needs beside torch is imported in the main process: once, and in memory that ranks share."""
     assert run_script(IMPORTS, env=with_tests(), fresh=True).stdout == "[]\n[]\n"

@@ -112,6 +112,7 @@ class Sharded(Regression):
         return sharded_adam(self.parameters())
 
 
+@pytest.mark.soak
 def test_optimizer_state_of_a_sharded_optimizer(tmp_path: Path) -> None:
     """It equals Adam on one rank. The caller, and checkpoints, have its whole state, so that fits go on."""
     expected_module = Regression("adam")

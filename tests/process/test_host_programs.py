@@ -29,7 +29,6 @@ cases = cases_of(host_cases)
         ("timeout", *UNKNOWN),
         ALL_METHODS,
         quick=[
-            ("timeout", "elastic-fork"),
             ("ignored", "fork"),
             ("ignored", "popen"),
             ("reaped", "elastic-fork"),
@@ -70,7 +69,7 @@ PRINTED = [
     # An event loop whose wake-up descriptor is full reads none of the signals that its timer goes on to send.
     *for_each("fork popen", "full_wake_up ?", ".*fine.*", soak="spawn forkserver"),
     # Ranks go on without a forkserver that is killed during a job; the next launch has another one.
-    ("forkserver_killed good .", "fine\nfine\n"),
+    pytest.param("forkserver_killed good .", "fine\nfine\n", marks=SOAK),
     pytest.param("forkserver_killed bad .", f"fine\n{KILLED}", marks=SOAK),
     # The supervisor reads what /proc says of a rank, whatever bytes that are: a title cut within a character.
     *for_each("1", "cut_title ? fork", ".*Error ? Worker global_rank=? .*", soak="0"),

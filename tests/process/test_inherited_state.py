@@ -74,6 +74,7 @@ def test_ranks_begin_as_the_caller_is(method: str, caller: Facts) -> None:
         assert strategy.results == {0: caller, 1: caller}
 
 
+@pytest.mark.soak
 def test_ranks_of_a_given_launcher(caller: Facts) -> None:
     """A new interpreter that the user's own launcher has started does, too."""
     strategy = DDPStrategy(launcher=PlainLauncher("spawn"), accelerator="cpu", devices=1)

@@ -349,7 +349,7 @@ if __name__ == "__main__":
     [
         pytest.param("rankwise_ddp_fork", "function", marks=pytest.mark.quick),
         *(pytest.param(how, "function", marks=SOAK) for how in (*OTHERS, TORCHRUN)),
-        *(("rankwise_ddp", "end"), pytest.param(TORCHRUN, "end", marks=SOAK)),
+        *(pytest.param(how, "end", marks=SOAK) for how in ("rankwise_ddp", TORCHRUN)),
     ],
 )
 def test_fabric(run_script: ScriptRunner, how: str, what: str) -> None:

@@ -122,7 +122,7 @@ SCRIPT = """
     combinations(
         ("fork", "forkserver", "popen"),
         ("fork", "forkserver", "spawn"),
-        quick=[("fork", "fork"), ("forkserver", "fork"), ("fork", "forkserver")],
+        quick=[("fork", "fork"), ("forkserver", "fork")],
     ),
 )
 def test_a_busy_worker_that_is_no_fork_ends_with_its_rank(

@@ -221,6 +221,7 @@ def test_metric_objects_are_in_checkpoints(world_size: int, tmp_path: Path) -> N
         assert metrics_of(resumed) == pytest.approx(metrics_of(whole), abs=1e-12), step
 
 
+@pytest.mark.soak
 def test_metric_objects_of_other_world_sizes(tmp_path: Path) -> None:
     """The ranks of a run that continues share the states of all ranks before."""
     whole = fitted(3, Measured(), loader(24, 2), max_epochs=1, **saving_each_step(tmp_path))

@@ -93,6 +93,7 @@ def _variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
 def test_one_rank_writes(start: str, run_script: ScriptRunner, tmp_path: Path) -> None:
     """A fit and a test are one run in every logger, with each value once, of rank zero, as is the table."""

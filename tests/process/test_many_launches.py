@@ -21,7 +21,7 @@ LONG = [pytest.mark.soak, pytest.mark.timeout(6 * 3600)]
 @pytest.mark.parametrize(
     ("arguments", "timeout_s"),
     [
-        (["fork", "32", "16", "gc-off"], 60),
+        pytest.param(["fork", "32", "16", "gc-off"], 60, marks=pytest.mark.soak),
         *(
             pytest.param([kind, "1008", str(3 * len(KINDS[kind]))], 3 * 3600, id=kind, marks=LONG)
             for kind in KINDS

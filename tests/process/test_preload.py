@@ -2,6 +2,8 @@
 
 import gc
 
+import pytest
+
 from rankwise.strategies import DDPStrategy, Strategy
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import ddp
@@ -14,6 +16,7 @@ READ = """
 """
 
 
+@pytest.mark.soak
 def test_who_only_reads_it_is_left_alone(run_script: ScriptRunner) -> None:
     """Importing the preload module does not change the exit code of a process, whatever its arguments."""
     result = run_script(READ, "--start", "multiprocessing.forkserver", fresh=True)

@@ -44,7 +44,10 @@ WITHOUT_COMPLEX = pytest.mark.skipif(
 
 @pytest.mark.parametrize(
     ("weighting", "module"),
-    [("logged", tasks.Weighing), pytest.param(None, tasks.Looking, marks=WITHOUT_COMPLEX)],
+    [
+        ("logged", tasks.Weighing),
+        pytest.param(None, tasks.Looking, marks=(pytest.mark.soak, WITHOUT_COMPLEX)),
+    ],
 )
 def test_it_goes_on_to_the_bit(weighting: str | None, module: type[Net], tmp_path: Path) -> None:
     """A run with logged weights, or with sparse and complex gradients, ends the same if it stopped."""

@@ -95,7 +95,11 @@ WARNINGS = ["ignore::UserWarning", "default::BytesWarning"]
         pytest.param(
             ["-bc", MAIN, "one", "two"], {"bytes_warning": 1, "argv": ["-c", "one", "two"]}, marks=SOAK
         ),
-        (["changed.py", "--kept"], {"argv": ["other", "--gone"], "orig_argv": ["changed.py", "--kept"]}),
+        pytest.param(
+            ["changed.py", "--kept"],
+            {"argv": ["other", "--gone"], "orig_argv": ["changed.py", "--kept"]},
+            marks=SOAK,
+        ),
     ],
     ids=["script", "module", "code", "changed"],
 )
@@ -116,6 +120,7 @@ def test_the_command_line_is_run_again(
     assert first["cwd"] == other["cwd"] == str(folder)
 
 
+@pytest.mark.soak
 def test_a_command_of_ones_own_is_run(run_script: ScriptRunner) -> None:
     """`command=` is run instead of the process's own, also below a shell script or another program."""
     command = "['sh', '-c', f'{sys.executable!r} -X utf8 {sys.argv[0]!r} --sibling; exit $?']"

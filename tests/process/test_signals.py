@@ -58,7 +58,7 @@ def start(run_script: ScriptRunner, start_method: str, what: str = "sleep") -> R
 
 @pytest.mark.parametrize(
     "start_method",
-    ["fork", "popen", *(pytest.param(each, marks=pytest.mark.soak) for each in ("spawn", "forkserver"))],
+    ["fork", *(pytest.param(each, marks=pytest.mark.soak) for each in ("popen", "spawn", "forkserver"))],
 )
 @pytest.mark.parametrize("what", ["collective of 0", pytest.param("loop", marks=pytest.mark.soak)])
 def test_ctrl_c(start_method: str, what: str, run_script: ScriptRunner) -> None:

@@ -153,7 +153,9 @@ class SizedOnRankZero:
         return 1
 
 
-@pytest.mark.parametrize(("accumulate", "num_workers", "steps"), [(1, 0, (3, 5)), (2, 1, (2,))])
+@pytest.mark.parametrize(
+    ("accumulate", "num_workers", "steps"), [(1, 0, (3, 5)), pytest.param(2, 1, (2,), marks=pytest.mark.soak)]
+)
 def test_a_tail_without_lengths_is_resumed(
     accumulate: int, num_workers: int, steps: tuple[int, ...], tmp_path: Path
 ) -> None:

@@ -92,7 +92,8 @@ def test_state_comes_back_to_the_caller(options: settings, tmp_path: Path) -> No
 
 
 @series(few=3, many=60)
-@pytest.mark.parametrize("launcher", ["ddp", pytest.param("torchrun", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("launcher", ["ddp", "torchrun"])
 def test_processes_of_a_script_equal_a_loop_by_hand(
     options: settings, launcher: str, tmp_path: Path, run_script: ScriptRunner
 ) -> None:

@@ -72,6 +72,7 @@ def test_invalid_node_lists() -> None:
 MANY, LONG = "at most 100000", "at most 255 characters and 16 brackets"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("text", "problem", "memory"),
     [

@@ -160,6 +160,7 @@ def test_what_is_trained_is_averaged(case: str, mode: str) -> None:
         check(case, 3, sync_mode=mode)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("case", "mode"), in_turn(PARTLY, MODES))
 def test_within_a_window(case: str, mode: str) -> None:
     """A change between the microbatches of a window keeps their gradients."""
@@ -167,6 +168,7 @@ def test_within_a_window(case: str, mode: str) -> None:
     check(case, 3, change_at=2, sync_mode=mode)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", ["unfrozen", "a layer is added", "a parameter group outside"])
 def test_within_a_block(case: str, mode: str) -> None:
@@ -230,6 +232,7 @@ def test_every_change_is_found(change: Callable[[Any], object]) -> None:
 OPTIONS: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"sync_mode": "forced_sync"}]
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True found")
 @pytest.mark.parametrize(("case", "options"), in_turn(PARTLY, OPTIONS))
 def test_logged_weights(case: str, options: dict[str, Any]) -> None:

@@ -44,6 +44,7 @@ def meet(each: NodesRendezvous, met: list[Any], together: threading.Barrier) -> 
     store.set(MADE, "")
 
 
+@pytest.mark.full
 def test_a_node_that_comes_later_meets_those_that_stayed() -> None:
     """All find rank 0's new store, which is empty and on loopback, and agree that it is the second start."""
     port = free_port()

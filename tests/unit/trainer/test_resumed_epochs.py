@@ -121,6 +121,7 @@ CASES: dict[str, tuple[type[Tuned], Callback]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("case", "ranks"), in_turn(CASES, [1]) + in_turn(CASES, [2, 3]))
 def test_resumed_after_each_step(case: str, ranks: int, tmp_path: Path) -> None:
     """The result is that of the run that was not interrupted, to the bit on one rank."""

@@ -158,6 +158,7 @@ def test_ends_the_same_wherever_it_was_cut(moment: int, tmp_path: Path) -> None:
     assert interrupted(tmp_path, loader, (moment,)) == undisturbed(tmp_path, loader())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "make_loader",
     [
@@ -222,6 +223,7 @@ class Signalled(Net):
         super().validation_step(batch, batch_idx)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("left_at", [1, 4])
 def test_a_validation_that_a_signal_cuts_is_begun_again(left_at: int, tmp_path: Path) -> None:
     """It stops at its next batch; the resumed run repeats it, and ends like an uninterrupted one."""

@@ -144,6 +144,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", LOADERS)
 def test_resuming_at_every_batch(tmp_path: Path, kind: str) -> None:
     """A run that is stopped after any step of two epochs continues with the same batches and weights."""

@@ -119,6 +119,7 @@ MODES: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"sync_mode
 WAYS = [*MODES, {"static_graph": True}]
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True found")
 @pytest.mark.parametrize(("change", "options"), in_turn(CHANGES, WAYS) + in_turn(CHANGES, WAYS, 2))
 def test_logged_weights(change: str, options: dict[str, Any]) -> None:
@@ -126,6 +127,7 @@ def test_logged_weights(change: str, options: dict[str, Any]) -> None:
     check(Trained, at(CHANGES[change], *MOMENTS[2]), {"gradient_weighting": "logged", **options})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("weighting", ["samples", "logged"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_manual_optimization(change: str, weighting: str) -> None:

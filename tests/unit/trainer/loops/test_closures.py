@@ -97,6 +97,7 @@ def by_hand(sizes: Sizes, clip: float | None = None, **options: Any) -> Tensor:
     return weights(model)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_manual", [False, True])
 @pytest.mark.parametrize(
     ("sizes", "options"),

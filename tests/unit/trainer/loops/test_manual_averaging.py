@@ -46,6 +46,7 @@ def train(case: Case, kind: Callable[[Case], Model], **options: Any) -> list[Ten
     return fit_on_ranks(modules, loader(case), {**case.strategy_options, **options}, **case.trainer_options)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("parts", [(1.0,), (0.25, 0.75)])
 @pytest.mark.parametrize("weighting", ["samples", "logged"])
 @pytest.mark.parametrize("case", [UNEVEN, SHADOWED])

@@ -61,6 +61,7 @@ def fitted(folder: Path, **options: Any) -> Tensor:
     return model.weights()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "16-master", "bf16-master"])
 def test_checkpoints_between_clipping_and_step(tmp_path: Path, precision: str) -> None:
     """A run that goes on from such a checkpoint ends with the same weights, to the last bit."""

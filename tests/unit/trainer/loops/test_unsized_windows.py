@@ -53,6 +53,7 @@ def by_hand(counts: tuple[int, ...], accumulate: int) -> Tensor:
     return stepped_alone(Fit(), windows * 2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", MODES)
 @pytest.mark.parametrize(
     ("counts", "accumulate"), [((5, 5), 3), ((4, 3), 2), ((7, 2, 4), 3), ((1, 2), 4), ((3, 5), 1)]

@@ -136,6 +136,7 @@ def fitted(
     return first
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("by_hand", "mode", "window"),
     [(False, "auto", 1), (False, "auto", 2), (False, "forced_sync", 1), (True, "auto", 1)],
