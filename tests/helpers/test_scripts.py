@@ -176,6 +176,7 @@ def test_an_orphan_fails_the_test(source: str, fresh: bool, command: str, run_sc
         assert psutil.Process(orphan).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.full
 def test_a_program_that_hangs_fails_the_test(run_script: ScriptRunner) -> None:
     """A program over its time is killed, with what it printed in the message."""
     running = run_script.start("import time; print('I sleep', flush=True); time.sleep(60)")

@@ -52,6 +52,7 @@ def names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.ckpt"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wrapped", [lambda io: io, AsyncCheckpointIO])
 def test_a_run_and_what_continues_it(folder: Path, wrapped: Callable[[CheckpointIO], CheckpointIO]) -> None:
     """The best stay, others are removed, "last" and "best" are found, another run's last is left."""

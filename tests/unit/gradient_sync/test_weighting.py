@@ -267,6 +267,7 @@ def fitted(world_size: int, loader: Any, says: str = "", accumulate: int = 1, **
     return results[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("weighting", "says"), [("samples", ""), ("logged", "logs"), ("logged", "returns")])
 @pytest.mark.parametrize("mode", ["auto", "forced_sync"])
 def test_a_short_last_batch(weighting: str, says: str, mode: str) -> None:

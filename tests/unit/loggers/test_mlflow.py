@@ -19,6 +19,7 @@ def client(folder: Path) -> Any:
     return MlflowClient(folder.as_uri())
 
 
+@pytest.mark.full
 def test_run(tmp_path: Path) -> None:
     """Metrics, hyper parameters, tags and images are in the run, in the folder that `log_dir` names."""
     logger = MLFlowLogger(

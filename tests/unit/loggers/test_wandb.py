@@ -51,6 +51,7 @@ MEDIA = """
 """
 
 
+@pytest.mark.full
 def test_run(tmp_path: Path) -> None:
     """Metrics and hyper parameters are in the run's file; a failure is its exit code."""
     logger = offline(tmp_path, version="one", prefix="my", group="tests")

@@ -76,6 +76,7 @@ def test_groups_come_back(precision: str, tmp_path: Path) -> None:
     assert len(groups(here)) == 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["32-true", "bf16-master"])
 @pytest.mark.parametrize("epochs", [2, 3])
 def test_groups_are_resumed(epochs: int, precision: str, tmp_path: Path) -> None:

@@ -144,6 +144,7 @@ def test_ends_the_same(moments: tuple[int, ...], options: dict[str, Any], tmp_pa
     assert interrupted(tmp_path, loader, moments, **options) == undisturbed(tmp_path, loader(), **options)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("moment", [9, 12])
 def test_checkpoints_of_validations_within_windows(moment: int, tmp_path: Path) -> None:
     """Checkpoints of validations, some of which are due within an accumulation window."""

@@ -31,6 +31,7 @@ def test_training_learns(tmp_path: Path, name: str) -> None:
     assert {prediction.dtype for prediction in predictions} <= {torch.float32, torch.float64}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_a_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path, name: str) -> None:
     """Scale and 32-bit copies are in the checkpoint: the weights are bit-identical."""

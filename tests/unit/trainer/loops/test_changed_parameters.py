@@ -199,6 +199,7 @@ class Online(Callback):
         del self.probe
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True found")
 @pytest.mark.parametrize(
     ("options", "by_hand"), in_turn([*MODES, {"gradient_weighting": "samples"}, *MODES[1:]], [False, True])

@@ -165,6 +165,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", WAYS.values(), ids=list(WAYS))
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_step_with_a_closure(tmp_path: Path, how: Any, options: dict[str, Any]) -> None:

@@ -116,6 +116,7 @@ def test_tensor_hooks_of_other_averages(options: Any) -> None:
     check(partial(Hooked, "clamp"), 2, options)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["mask", "clamp", "clamp_"])
 @pytest.mark.parametrize("mode", ["single_auto_sync", "multi_auto_sync", "forced_sync"])
 def test_tensor_hooks_before_the_average(name: str, mode: str) -> None:

@@ -92,6 +92,7 @@ def fit_twice(way: str, between: Any = lambda model, optimizers: None, **options
     return model.weights()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("way", "precision"),
     [("here", "32-true"), ("here", "16-master"), ("forked", "16-master"), ("pickled", "16-mixed")],
@@ -111,6 +112,7 @@ def test_optimizers_are_created_at_their_first_use() -> None:
     assert train._optimizers.optimizers == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("by", ["module", "optimizer", "value"])
 @pytest.mark.parametrize("way", ["here", "forked", "pickled"])
 def test_changed_between_two_fits(way: str, by: str) -> None:

@@ -51,6 +51,7 @@ class Split(Stream):
 STREAM = DataLoader(Split(samples()), batch_size=1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("policy", ["error", "truncate", "join"])
 @pytest.mark.parametrize("kind", ["stream", "list", "own sampler"])
 def test_data_without_indices_on_another_number_of_ranks(tmp_path: Path, kind: str, policy: str) -> None:
