@@ -63,7 +63,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         is_soak = item.get_closest_marker("soak") is not None
         if not (is_quick or is_soak) and _is_in(item.path, SLOW_FOLDERS):
             item.add_marker(pytest.mark.full)
-    gc.freeze()  # what was collected stays: searching it for garbage takes longer than a test
     gc.enable()
     if _is_default_tier(config):
         full = [item for item in items if item.get_closest_marker("full")]

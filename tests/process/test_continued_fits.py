@@ -24,6 +24,7 @@ def test_in_other_processes(tmp_path: Path) -> None:
     assert differences("ddp_fork", 2, tmp_path, sharded=False) == []
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("launcher", "kind"),
     [((), "sharded"), pytest.param(TORCHRUN, "whole", marks=pytest.mark.soak)],

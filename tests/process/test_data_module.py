@@ -53,6 +53,7 @@ def fitted(
     return data, module
 
 
+@pytest.mark.soak
 def test_two_processes_as_one(tmp_path: Path) -> None:
     """Under forkserver weights are those of one process, and what the hooks have set is in the caller."""
     _, expected = fitted("single_device", 1, tmp_path)

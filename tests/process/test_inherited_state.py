@@ -62,8 +62,11 @@ def caller() -> Iterator[Facts]:
 @pytest.mark.parametrize(
     "method",
     [
-        *("fork", "forkserver", "elastic-fork", "elastic-forkserver"),
-        *(pytest.param(method, marks=pytest.mark.soak) for method in ("spawn", "elastic-spawn")),
+        *("fork", "forkserver", "elastic-fork"),
+        *(
+            pytest.param(each, marks=pytest.mark.soak)
+            for each in ("spawn", "elastic-spawn", "elastic-forkserver")
+        ),
     ],
 )
 def test_ranks_begin_as_the_caller_is(method: str, caller: Facts) -> None:

@@ -48,7 +48,7 @@ class Caused(Exception):
 
 
 OTHERS = ("elastic-spawn", "spawn", "forkserver")
-FUNCTIONS = ["fork", "elastic-fork", *(pytest.param(method, marks=SOAK) for method in OTHERS)]
+FUNCTIONS = ["fork", *(pytest.param(method, marks=SOAK) for method in ("elastic-fork", *OTHERS))]
 """What runs a function in other processes than the caller's."""
 
 KINDS = [TextHangs, TextExits, NoAttributes, NoDictionary, Caused]
