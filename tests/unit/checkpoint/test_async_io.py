@@ -12,17 +12,20 @@ import torch
 from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
 from rankwise.errors import CheckpointError, InvalidArgumentError, InvalidTypeError
 from rankwise.strategies import SingleDeviceStrategy, Strategy
+from tests.helpers.own_process import wait_until
 
 
 class Held(TorchCheckpointIO):  # type: ignore[misc]  # one that differs from the real one in this alone
-    """Writes when it is released, and records its calls."""
+    """Writes once for each release, and records its calls."""
 
     def __init__(self) -> None:
-        self.may_go = threading.Event()
+        self.may_go = threading.Semaphore(0)
+        self.begun = 0
         self.done: list[str] = []
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
-        self.may_go.wait(10)
+        self.begun += 1
+        self.may_go.acquire(timeout=10)
         self.done.append(f"save {path}")
         super().save_checkpoint(checkpoint, path)
 
@@ -44,7 +47,7 @@ def test_written_as_it_was(tmp_path: Path) -> None:
     io.save_checkpoint(checkpoint, tmp_path / "x.ckpt")
     weights.zero_()
     checkpoint["nested"].append("later")
-    held.may_go.set()
+    held.may_go.release()
     loaded = io.load_checkpoint(tmp_path / "x.ckpt")
     assert loaded["a"].tolist() == [1.0, 1.0, 1.0]
     assert len(loaded["nested"]) == 1
@@ -72,7 +75,7 @@ def test_in_order(tmp_path: Path) -> None:
     io.save_checkpoint({}, tmp_path / "new")
     io.remove_checkpoint("old")
     assert held.done == []
-    held.may_go.set()
+    held.may_go.release()
     io.teardown()
     assert held.done == [f"save {tmp_path / 'new'}", "remove old"]
 
@@ -91,7 +94,7 @@ def test_bounded(tmp_path: Path) -> None:
     other.start()
     other.join(0.2)
     assert other.is_alive()
-    held.may_go.set()
+    held.may_go.release(3)
     other.join(10)
     io.teardown()
     assert len(held.done) == 3
@@ -104,7 +107,7 @@ def test_a_failed_save_removes_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     io.save_checkpoint({}, tmp_path / "file" / "below.ckpt")
     io.remove_checkpoint("old")
-    held.may_go.set()
+    held.may_go.release()
     wait_for(io)
     io.remove_checkpoint("older")  # nobody has been told of the failure yet
     with pytest.raises(CheckpointError):
@@ -114,36 +117,22 @@ def test_a_failed_save_removes_nothing(tmp_path: Path) -> None:
     assert held.done == [f"save {tmp_path / 'file' / 'below.ckpt'}", "remove oldest"]
 
 
-class HeldTwice(Held):  # type: ignore[misc]  # of a final class, as above
-    """Fails to write when it is released; later saves are those of `Held`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.may_fail = threading.Event()
-        self.has_failed = threading.Event()
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
-        if checkpoint["step"] == 1:
-            self.may_fail.wait(10)
-            raise CheckpointError(path=os.fspath(path), problem="could not be written")
-        self.has_failed.set()
-        super().save_checkpoint(checkpoint, path)
-
-
 def test_a_raised_failure_removes_nothing(tmp_path: Path) -> None:
     """A removal that is queued when an earlier failure is raised is skipped, too."""
-    held = HeldTwice()
+    held = Held()
     io = AsyncCheckpointIO(held, max_pending=9)
-    io.save_checkpoint({"step": 1}, tmp_path / "1")
-    io.save_checkpoint({"step": 2}, tmp_path / "2")
+    (tmp_path / "1").touch()
+    paths = [tmp_path / "1" / "below.ckpt", tmp_path / "2", tmp_path / "3"]
+    io.save_checkpoint({"step": 1}, paths[0])
+    io.save_checkpoint({"step": 2}, paths[1])
     io.remove_checkpoint("old")
-    held.may_fail.set()
-    assert held.has_failed.wait(10)
+    held.may_go.release()
+    wait_until(lambda: held.begun == 2)  # so the first one has failed
     with pytest.raises(CheckpointError):
-        io.save_checkpoint({"step": 3}, tmp_path / "3")
-    held.may_go.set()
+        io.save_checkpoint({"step": 3}, paths[2])
+    held.may_go.release(2)
     io.teardown()
-    assert held.done == [f"save {tmp_path / '2'}", f"save {tmp_path / '3'}"]
+    assert held.done == [f"save {path}" for path in paths]
 
 
 @pytest.mark.parametrize("call", ["save", "load", "teardown"])
