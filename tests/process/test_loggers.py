@@ -15,7 +15,10 @@ from tests.process.helpers import with_tests
 
 need_installed("tensorboard", "wandb", "mlflow")
 
-pytestmark = pytest.mark.timeout(600)  # on a busy machine the three libraries take minutes to import
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.timeout(600),
+]  # on a busy machine the three libraries take minutes to import
 
 PROGRAM = """
     import socket, sys
@@ -93,8 +96,7 @@ def _variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_one_rank_writes(start: str, run_script: ScriptRunner, tmp_path: Path) -> None:
     """A fit and a test are one run in every logger, with each value once, of rank zero, as is the table."""
     result = run_script(PROGRAM, str(tmp_path), start, "0", env=with_tests(), timeout=200, preload=IMPORTED)
@@ -126,7 +128,6 @@ def test_one_rank_writes(start: str, run_script: ScriptRunner, tmp_path: Path) -
     assert [metric.value for metric in histories[0]] == [0.0, 0.0]
 
 
-@pytest.mark.soak
 def test_a_failing_rank(run_script: ScriptRunner, tmp_path: Path) -> None:
     """What rank zero has logged before another rank failed is in every logger, as a failed run."""
     result = run_script(PROGRAM, str(tmp_path), "fork", "1", env=with_tests(), timeout=200, preload=IMPORTED)

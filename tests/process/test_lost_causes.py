@@ -47,8 +47,8 @@ class Caused(Exception):
         self.__cause__ = NoAttributes()
 
 
-OTHERS = ("elastic-spawn", "spawn", "forkserver")
-FUNCTIONS = ["fork", *(pytest.param(method, marks=SOAK) for method in ("elastic-fork", *OTHERS))]
+OTHERS = ("elastic-fork", "elastic-spawn", "spawn", "forkserver")
+FUNCTIONS = ["fork", *(pytest.param(method, marks=SOAK) for method in OTHERS)]
 """What runs a function in other processes than the caller's."""
 
 KINDS = [TextHangs, TextExits, NoAttributes, NoDictionary, Caused]

@@ -15,17 +15,14 @@ EXPECTED = {
     **dict.fromkeys(("refused", "few files", "other devices", "other rendezvous"), "LaunchRefusedError"),
     **dict.fromkeys(("exception", "not readable", "fit fails", "not picklable"), "WorkerRaisedError"),
 }
-LONG = [pytest.mark.soak, pytest.mark.timeout(6 * 3600)]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(6 * 3600)]
 
 
 @pytest.mark.parametrize(
     ("arguments", "timeout_s"),
     [
-        pytest.param(["fork", "32", "16", "gc-off"], 60, marks=pytest.mark.soak),
-        *(
-            pytest.param([kind, "1008", str(3 * len(KINDS[kind]))], 3 * 3600, id=kind, marks=LONG)
-            for kind in KINDS
-        ),
+        (["fork", "32", "16", "gc-off"], 60),
+        *(pytest.param([kind, "1008", str(3 * len(KINDS[kind]))], 3 * 3600, id=kind) for kind in KINDS),
     ],
 )
 def test_nothing_grows(arguments: list[str], timeout_s: float, run_script: ScriptRunner) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from rankwise import DataModule
-from rankwise.callbacks import LearningRateCurve, LearningRateFinder, ModelCheckpoint
+from rankwise.callbacks import LambdaCallback, LearningRateCurve, LearningRateFinder, ModelCheckpoint
 from rankwise.errors import ConfigurationError, InvalidArgumentError, MissingExtraError
 from tests.unit.trainer.helpers import (
     Line,
@@ -179,13 +179,6 @@ def test_no_suggestion(tmp_path: Path) -> None:
     assert finder.optimal_lr is None
 
 
-class Searching(Line):
-    """A search is a fit of its own."""
-
-    def on_train_epoch_start(self) -> None:
-        LearningRateFinder().lr_find(self.trainer, self)
-
-
 class WithLock(Line):
     def __init__(self) -> None:
         super().__init__()
@@ -205,8 +198,9 @@ def test_refused(tmp_path: Path, module: Line, finder: LearningRateFinder, probl
     with pytest.raises(ConfigurationError, match=problem):
         trainer(tmp_path, callbacks=finder).fit(module, loader())
     assert module.seen == []
+    searching = LambdaCallback(on_train_epoch_start=LearningRateFinder().lr_find)
     with pytest.raises(ConfigurationError, match="called within a fit"):
-        trainer(tmp_path).fit(Searching(), loader())
+        trainer(tmp_path, callbacks=searching).fit(Line(), loader())
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from rankwise.callbacks import ModelCheckpoint
+from rankwise.callbacks import LambdaCallback, ModelCheckpoint
 from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
 from rankwise.errors import CheckpointError, ConfigurationError, InvalidArgumentError, InvalidTypeError
-from tests.unit.trainer.helpers import Line, SlowIO, fitted, loader, trainer
+from tests.unit.trainer.helpers import Failing, Line, SlowIO, fitted, loader, trainer
 
 
 class Scripted(Line):
@@ -350,19 +350,12 @@ def test_steps_wait_for_their_validation(tmp_path: Path, interval: int, names: l
     assert Path(saving.best_model_path).name == names[-1]
 
 
-class Slow(Scripted):
-    """Takes a while for each step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        time.sleep(0.02)
-        return super().training_step(batch, batch_idx)
-
-
 @pytest.mark.parametrize(("interval", "count"), [(timedelta(seconds=0.01), 8), (timedelta(hours=1), 0)])
 def test_intervals_of_time(tmp_path: Path, interval: timedelta, count: int) -> None:
     """Each step that ends later than the interval after the last save is saved."""
     saving = ModelCheckpoint(tmp_path / "own", "{step}", save_top_k=-1, train_time_interval=interval)
-    fitted(tmp_path, Slow(1, 1), loader(), loader(), callbacks=saving, max_epochs=2)
+    pausing = LambdaCallback(on_train_batch_start=lambda *_: time.sleep(0.02))
+    fitted(tmp_path, Scripted(1, 1), loader(), loader(), callbacks=[pausing, saving], max_epochs=2)
     assert len(list(tmp_path.glob("own/*.ckpt"))) == count
 
 
@@ -384,20 +377,11 @@ def test_weights_only_gathers_no_more(tmp_path: Path, weights_only: bool) -> Non
     assert ("asked at 3" in module.seen) != weights_only
 
 
-class Failing(Line):
-    """Raises in the last batch of the second epoch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.global_step == 7:
-            raise KeyError("no such sample")
-        return super().training_step(batch, batch_idx)
-
-
 def test_save_on_exception(tmp_path: Path) -> None:
     """The steps until an exception are saved, and another run continues after them, to the same weights."""
     saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=0, save_on_exception=True, save_last=True)
-    with pytest.raises(KeyError, match="no such sample"):
-        fitted(tmp_path, Failing(), loader(), loader(), callbacks=saving, max_epochs=2)
+    with pytest.raises(ValueError, match="broken"):
+        fitted(tmp_path, Failing(at=7), loader(), loader(), callbacks=saving, max_epochs=2)
     assert (tmp_path / "step=7.ckpt").exists()
     models = [Line(), Line()]
     for model, path in zip(models, (None, tmp_path / "last.ckpt"), strict=True):

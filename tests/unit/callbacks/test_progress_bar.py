@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from rankwise.callbacks import TQDMProgressBar, progress_bar
+from rankwise.callbacks import LambdaCallback, TQDMProgressBar, progress_bar
 from rankwise.callbacks.progress_bar import clock
 from rankwise.errors import InvalidArgumentError, MissingExtraError
 from rankwise.trainer import Trainer
@@ -164,14 +164,9 @@ def test_a_file_gets_lines_in_between(
 def test_it_can_travel(tmp_path: Path) -> None:
     """A bar that is being drawn can be pickled, and is as before the fit when it is loaded."""
     bar = TQDMProgressBar(leave=True)
-    pickled = []
-
-    class Pickling(Line):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            pickled.append(pickle.dumps(bar))
-            return super().training_step(batch, batch_idx)
-
-    trainer(tmp_path, callbacks=bar, enable_progress_bar=True).fit(Pickling(), loader())
+    pickled: list[bytes] = []
+    pickling = LambdaCallback(on_after_backward=lambda *_: pickled.append(pickle.dumps(bar)))
+    trainer(tmp_path, callbacks=[bar, pickling], enable_progress_bar=True).fit(Line(), loader())
     assert vars(pickle.loads(pickled[-1])) == vars(TQDMProgressBar(leave=True))
 
 

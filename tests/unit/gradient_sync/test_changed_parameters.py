@@ -20,37 +20,30 @@ STEPS = 4
 Change = Callable[[Layers, torch.optim.Optimizer, int], None]
 
 
-def switch(name: str, at: int, *, is_trained: bool) -> Change:
-    """Return a change that freezes or unfreezes a submodule before a step."""
+def before(number: int, act: Callable[[Layers, torch.optim.Optimizer], object]) -> Change:
+    """Return a change before a step."""
 
     def change(model: Layers, optimizer: torch.optim.Optimizer, step: int) -> None:
-        if step == at:
-            model.get_submodule(name).requires_grad_(is_trained)
+        if step == number:
+            act(model, optimizer)
 
     return change
 
 
-def add_layer(model: Layers, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Add a layer before the second step, and train it."""
-    if step == 1:
-        optimizer.add_param_group({"params": model.add_layer().parameters()})
+def add_layer(model: Layers, optimizer: torch.optim.Optimizer) -> None:
+    """Add a layer, and train it."""
+    optimizer.add_param_group({"params": model.add_layer().parameters()})
 
 
-def replace_layer(model: Layers, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Replace a layer by another one with the same values before the third step."""
-    if step == 2:
-        model.last = copy.deepcopy(model.last)
-        optimizer.param_groups[0]["params"] = list(model.parameters())
+def replace_layer(model: Layers, optimizer: torch.optim.Optimizer) -> None:
+    """Replace a layer by another one with the same values."""
+    model.last = copy.deepcopy(model.last)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
 
 
-def add_scale(at: int) -> Change:
-    """Return a change that trains, from a step on, a parameter that is not in the module."""
-
-    def change(model: Layers, optimizer: torch.optim.Optimizer, step: int) -> None:
-        if step == at:
-            optimizer.add_param_group({"params": model.scale})
-
-    return change
+def add_scale(model: Layers, optimizer: torch.optim.Optimizer) -> None:
+    """Train a parameter that is not in the module."""
+    optimizer.add_param_group({"params": model.scale})
 
 
 def back_and_forth(model: Layers, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -60,15 +53,18 @@ def back_and_forth(model: Layers, optimizer: torch.optim.Optimizer, step: int) -
 
 
 CASES: dict[str, tuple[tuple[str, ...], Change]] = {
-    "unfrozen": (("first",), switch("first", 1, is_trained=True)),
-    "unfrozen at the start": (("first",), switch("first", 0, is_trained=True)),
-    "frozen": ((), switch("second", 2, is_trained=False)),
-    "a layer is added": ((), add_layer),
-    "a layer is replaced": ((), replace_layer),
-    "a parameter outside": ((), add_scale(0)),
-    "a parameter group outside": ((), add_scale(1)),
+    "unfrozen": (("first",), before(1, lambda model, _: model.first.requires_grad_(True))),
+    "unfrozen at the start": (("first",), before(0, lambda model, _: model.first.requires_grad_(True))),
+    "frozen": ((), before(2, lambda model, _: model.second.requires_grad_(False))),
+    "a layer is added": ((), before(1, add_layer)),
+    "a layer is replaced": ((), before(2, replace_layer)),
+    "a parameter outside": ((), before(0, add_scale)),
+    "a parameter group outside": ((), before(1, add_scale)),
     "alternating": ((), back_and_forth),
-    "all unfrozen": (("first", "second", "last"), switch("last", 1, is_trained=True)),
+    "all unfrozen": (
+        ("first", "second", "last"),
+        before(1, lambda model, _: model.last.requires_grad_(True)),
+    ),
 }
 
 

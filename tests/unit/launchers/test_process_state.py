@@ -1,10 +1,8 @@
 """The random state and torch's flags that a worker takes over from the launching process."""
 
 import pickle
-import random
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,6 +11,7 @@ from rankwise.launchers import process_state
 from rankwise.launchers.context import WorkerContext
 from rankwise.launchers.process_state import ProcessState
 from rankwise.ranks import RankInfo
+from tests.unit.test_seed import draws
 
 
 @pytest.fixture(autouse=True)
@@ -23,18 +22,14 @@ def _as_before() -> Iterator[None]:
     before.take_over()
 
 
-def numbers() -> tuple[float, float, float]:
-    return float(torch.rand(())), random.random(), float(np.random.rand())
-
-
 def test_random_numbers_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of torch, Python and NumPy are the same as in the launching process, at each start."""
     torch.manual_seed(5)
     state = pickle.loads(pickle.dumps(ProcessState.of_this_process()))
-    expected, begun = numbers(), torch.initial_seed()
+    expected, begun = draws(), torch.initial_seed()
     torch.manual_seed(6)
     for _ in range(2):
-        found = state.run(lambda worker: numbers(), WorkerContext(RankInfo()))
+        found = state.run(lambda worker: draws(), WorkerContext(RankInfo()))
         assert found == expected
         assert torch.initial_seed() == begun == 5
 

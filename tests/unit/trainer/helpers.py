@@ -97,7 +97,7 @@ class WithTwoOptimizers(Line):
 
 
 class Failing(Line):
-    """Raises in the training step of a batch."""
+    """Raises in the training step of a batch, of which a fit has had so many."""
 
     def __init__(self, at: int = 0) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Failing(Line):
 
     @override
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == self.at:
+        if self.global_step == self.at:
             raise ValueError("broken")
         return super().training_step(batch, batch_idx)
 

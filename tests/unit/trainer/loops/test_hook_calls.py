@@ -137,11 +137,16 @@ def test_callbacks_get_them_too(tmp_path: Path) -> None:
 
 
 class Stepping(Line):
-    """Its `optimizer_step` is `how`."""
+    """Its `optimizer_step` is `how`, with an optimizer of this kind."""
 
-    def __init__(self, how: Callable[[int, TrainerOptimizer, Callable[[], Any]], None]) -> None:
+    def __init__(
+        self, how: Callable[[int, TrainerOptimizer, Callable[[], Any]], None], kind: type[SGD] = SGD
+    ) -> None:
         super().__init__()
-        self.how = how
+        self.how, self.kind = how, kind
+
+    def configure_optimizers(self) -> Any:
+        return self.kind(self.parameters(), lr=0.1)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: TrainerOptimizer, optimizer_closure: Any = None
@@ -226,10 +231,6 @@ class TwoPasses(SGD):
 def test_an_optimizer_that_calls_the_closure_twice(tmp_path: Path) -> None:
     """An optimizer that is not torch's gets the closure; values are logged once per batch."""
 
-    class Sharp(Stepping):
-        def configure_optimizers(self) -> Any:
-            return TwoPasses(self.parameters(), lr=0.1)
-
     class Twice(Line):
         def training_step(self, batch: Any, batch_idx: int) -> None:
             optimizer = self.optimizers()
@@ -239,7 +240,7 @@ def test_an_optimizer_that_calls_the_closure_twice(tmp_path: Path) -> None:
                 for parameter in self.parameters():
                     parameter.data.add_(parameter.grad, alpha=sign)  # type: ignore[arg-type]  # it has one
 
-    model, by_hand = Sharp(WAYS["keyword"]), Twice()
+    model, by_hand = Stepping(WAYS["keyword"], TwoPasses), Twice()
     by_hand.automatic_optimization = False
     train = fitted(tmp_path, model, limit_train_batches=1)
     assert torch.allclose(model.layer.weight, weights_of(by_hand, tmp_path, limit_train_batches=1))
@@ -256,11 +257,7 @@ def test_a_window_is_computed_once(tmp_path: Path) -> None:
             self.got.append(closure)
             super().step()
 
-    class Own(Stepping):
-        def configure_optimizers(self) -> Any:
-            return Noting(self.parameters(), lr=0.1)
-
-    weights = weights_of(Own(WAYS["keyword"]), tmp_path, accumulate_grad_batches=2)
+    weights = weights_of(Stepping(WAYS["keyword"], Noting), tmp_path, accumulate_grad_batches=2)
     assert Noting.got == [None, None]
     assert torch.equal(weights, weights_of(Line(), tmp_path, accumulate_grad_batches=2))
 

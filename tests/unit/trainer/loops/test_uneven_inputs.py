@@ -20,6 +20,7 @@ from rankwise.trainer.data.loader_shard import LoaderShard, shard_for_phase
 from rankwise.trainer.data.train_data import TrainData
 from rankwise.trainer.loops.uneven_inputs import BatchSchedule, preserve_state
 from rankwise.trainer.state import Progress
+from tests.unit.test_seed import draws
 from tests.unit.trainer.helpers import Line, loader, samples, trainer, with_second_rank
 
 
@@ -147,10 +148,6 @@ def test_padding_steps_leave_state_unchanged() -> None:
     module.register_buffer("count", torch.zeros(1))
     module.register_buffer("unset", None)
     count, mean = module.count, module.running_mean.clone()
-
-    def draws() -> tuple[float, float, float]:
-        return torch.rand(()).item(), random.random(), float(np.random.rand())
-
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     expected = draws()
     torch.set_rng_state(states[0])
