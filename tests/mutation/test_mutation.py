@@ -93,7 +93,6 @@ def result(verdict: Verdict) -> str:
 
 
 @pytest.mark.soak
-@pytest.mark.full
 def test_an_example(project: Path, runner: Runner, capfd: pytest.CaptureFixture[str]) -> None:
     """A mutant is killed by a failure, also in another process, or by a hang; or it survives its tests."""
     [record] = records_of(project, ["tests/unit/test_example.py"], [runner])
