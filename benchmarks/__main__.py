@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 from benchmarks import progress
 from benchmarks.cleanup import end_programs_with_this_process
@@ -52,7 +53,9 @@ def _measure(options: argparse.Namespace) -> int:
         2 if options.quick else 1
     )  # no context: an interrupt would wait for its threads
     questions = options.questions or [name for name in QUESTIONS if name not in ONLY_BY_NAME]
-    for result in pool.map(partial(_answer, sampling=sampling), questions):
+    # Before the threads: two of them cannot import torch at once.
+    modules = [importlib.import_module(f"benchmarks.{QUESTIONS[name][0]}") for name in questions]
+    for result in pool.map(partial(_answer, sampling=sampling), questions, modules):
         print(result, flush=True)
         results.append(result)
         if options.json is not None:
@@ -60,10 +63,9 @@ def _measure(options: argparse.Namespace) -> int:
     return 1 if any(result.failed for result in results) else 0
 
 
-def _answer(name: str, sampling: Sampling) -> Result:
+def _answer(name: str, module: ModuleType, sampling: Sampling) -> Result:
     if not sampling.is_quick:
         progress.begin(name)
-    module = importlib.import_module(f"benchmarks.{QUESTIONS[name][0]}")
     try:
         result: Result = module.measure(sampling)
     except ProgramError as error:

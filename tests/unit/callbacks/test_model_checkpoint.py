@@ -81,6 +81,7 @@ RUNS: dict[str, tuple[dict[str, Any], list[float], dict[str, Any], str]] = {
 """Arguments of the callback, scores, arguments of the trainer, and the files that are left."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", RUNS)
 def test_what_is_kept(tmp_path: Path, what: str) -> None:
     """When checkpoints are saved, which of them stay, and what they are called."""

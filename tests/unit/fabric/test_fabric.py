@@ -146,6 +146,7 @@ def test_wrong_arguments_are_refused(options: dict[str, Any], error: type[Except
         refused(MissingAttributeError, f"Fabric has no {name}", getattr, fabric(), name)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_setup_refuses_what_it_cannot_honour() -> None:
     """What was set up, a scheduler alone, another optimizer's scheduler, and no module at all."""

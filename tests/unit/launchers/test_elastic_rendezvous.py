@@ -70,6 +70,7 @@ def test_a_node_that_comes_later_meets_those_that_stayed() -> None:
         each.shutdown()
 
 
+@pytest.mark.full
 def test_who_hosts_the_agents_store() -> None:
     """Of agents on the endpoint's host the first hosts; others come to it, as from everywhere else."""
     port = free_port()

@@ -19,9 +19,10 @@ from rankwise.monitoring.rank_monitor import (
     message_key,
     send_message,
 )
-from rankwise.stores.private import PrivateStore, StoreTable
+from rankwise.stores.private import StoreTable
 from rankwise.stores.tcp import job_prefix, store_of_job
 from tests.helpers.own_process import wait_until
+from tests.unit.stores.test_private import store_on
 
 TIMEOUT_S = 30.0
 
@@ -39,13 +40,7 @@ def polling() -> Iterator[tuple[RankMonitor, dist.Store]]:
 def over_a_channel(table: StoreTable | None = None) -> Iterator[tuple[RankMonitor, dist.Store]]:
     """Return a monitor of rank 1 whose replies come at once, in the sender's thread, and its store."""
     table = StoreTable() if table is None else table
-
-    def ask(request: bytes, timeout_s: float) -> bytes:
-        replies: list[bytes] = []
-        table.handle(request, replies.append)
-        return replies[0]
-
-    private = PrivateStore(ask, timedelta(seconds=TIMEOUT_S))
+    private = store_on(table, timedelta(seconds=TIMEOUT_S))  # a PrefixStore does not keep it
     store = store_of_job(private, 1)
     monitor = ChannelMonitor(1, store, job_prefix(1), table.handle)
     yield monitor, store

@@ -50,6 +50,7 @@ def test_groups_end_with_the_job() -> None:
     wait_until(lambda: threads_of_gloo() <= before)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="gloo's threads have no names in older versions")
 def test_groups_end_with_the_last_reference() -> None:
     """With other references the groups end when these are dropped, in the same thread."""
@@ -78,6 +79,7 @@ def test_a_refused_group_is_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.full
 def test_groups_end_with_the_wrappers_of_a_job() -> None:
     """A wrapper that still exists, as in the traceback of its forward pass, keeps no group."""
     kept: list[nn.Module] = []

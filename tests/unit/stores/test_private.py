@@ -1,6 +1,7 @@
 """The private store's table: each operation, waiting, and what is no request."""
 
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -16,17 +17,18 @@ def ask(table: StoreTable, *fields: bytes) -> list[bytes]:
     return answers
 
 
+def answer(table: StoreTable, data: bytes, limit_s: float) -> bytes:
+    """Return the table's answer, which is there at once or comes too late."""
+    answers: list[bytes] = []
+    table.handle(data, answers.append)
+    if not answers:
+        raise TimeoutError
+    return answers[0]
+
+
 def store_on(table: StoreTable, timeout: timedelta = timedelta(seconds=1)) -> PrivateStore:
     """Return a store that asks the table directly."""
-
-    def request(data: bytes, limit_s: float) -> bytes:
-        answers: list[bytes] = []
-        table.handle(data, answers.append)
-        if not answers:
-            raise TimeoutError
-        return answers[0]
-
-    return PrivateStore(request, timeout)
+    return PrivateStore(partial(answer, table), timeout)
 
 
 def test_set_and_get() -> None:

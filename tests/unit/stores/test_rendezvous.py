@@ -22,6 +22,7 @@ from rankwise.stores.rendezvous import (
     read_key,
     run_rendezvous,
 )
+from tests.unit.stores.test_private import answer, store_on
 
 SECOND = timedelta(seconds=1)
 
@@ -128,18 +129,11 @@ def test_the_last_rank_comes_at_the_deadline() -> None:
     """A rank whose wait ends just as the last one comes has met it: no rank is missing."""
     table, came = StoreTable(), list[tuple[RankIdentity, ...]]()
 
-    def ask(payload: bytes, limit_s: float) -> bytes:
-        answers = list[bytes]()
-        table.handle(payload, answers.append)
-        if not answers:
-            raise TimeoutError
-        return answers[0]
-
     def ask_too_early(payload: bytes, limit_s: float) -> bytes:
         try:
-            return ask(payload, limit_s)
+            return answer(table, payload, limit_s)
         except TimeoutError:
-            came.append(run_rendezvous(PrivateStore(ask, SECOND), identity(1), SECOND))
+            came.append(run_rendezvous(store_on(table), identity(1), SECOND))
             raise
 
     here = run_rendezvous(PrivateStore(ask_too_early, SECOND), identity(0), 0 * SECOND)

@@ -116,6 +116,7 @@ def resume(folder: Path, checkpoint: dict[str, Any], path: Path, **options: Any)
     trainer(path.parent, max_epochs=2, **options).fit(Logging(), loader(), ckpt_path=path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SHAPES)
 def test_what_no_fit_has_written(name: str, written: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """Whatever part has another shape, the error says which file it is in."""

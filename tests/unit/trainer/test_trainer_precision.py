@@ -18,6 +18,7 @@ from tests.unit.trainer.helpers import Line, fitted, loader, saved, sent_back, t
 NAMES = ["64-true", "bf16-mixed", "16-mixed", "16-true", "bf16-true", "16-master", "bf16-master"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_training_learns(tmp_path: Path, name: str) -> None:
     """The loss goes down, with clipping and accumulation; predictions have 32 bits or more."""

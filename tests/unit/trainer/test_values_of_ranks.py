@@ -107,6 +107,7 @@ def save_at_stop(trainer: Any, module: Any, *_: Any) -> None:
     module.net[0].bias.copy_(kept)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("has_checkpoints", [False, True])
 def test_one_small_collective(has_checkpoints: bool, tmp_path: Path) -> None:
     """A comparison is one all-reduce of 32 bytes: before each epoch or a checkpoint, and at the fit's end."""

@@ -106,6 +106,7 @@ MOMENTS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("change", "moment"), in_turn(CHANGES, MOMENTS) + in_turn(CHANGES, MOMENTS, 1))
 def test_automatic_optimization(change: str, moment: tuple[int, int, str]) -> None:
     """All that callbacks change is averaged from then on, also within a window."""

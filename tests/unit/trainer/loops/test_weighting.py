@@ -62,6 +62,7 @@ def test_one_process(precision: str) -> None:
     assert expected.isfinite().all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("by_hand", "mode"), [(False, "auto"), (False, "forced_sync"), (True, "auto")])
 @pytest.mark.parametrize("precision", ["16-true", "16-master"])
 def test_two_ranks(by_hand: bool, mode: str, precision: str) -> None:
