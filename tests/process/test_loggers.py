@@ -15,10 +15,8 @@ from tests.process.helpers import with_tests
 
 need_installed("tensorboard", "wandb", "mlflow")
 
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.timeout(600),
-]  # on a busy machine the three libraries take minutes to import
+# On a busy machine the three libraries take minutes to import.
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 
 PROGRAM = """
     import socket, sys
