@@ -31,7 +31,7 @@ def test_clusters_have_to_run_in_ci(value: str, code: int, tmp_path: Path) -> No
     """Where their tools cannot be had, `.ci/run` says which, and fails in CI."""
     [functions] = re.findall(r"^is_ci\(\).*?(?=^run_lint)", CI_RUN, re.MULTILINE | re.DOTALL)
     functions = functions.replace('PATH="$PATH:/usr/sbin:/sbin" ', "").replace("$EUID -eq 0", "1 -eq 0")
-    program = f"{functions}python=; step() {{ :; }}; in_clone() {{ :; }}; run_clusters"
+    program = f"{functions}declare -A beside; python=; step() {{ :; }}; in_clone() {{ :; }}; run_clusters"
     done = subprocess.run(
         ["/bin/bash", "-euo", "pipefail", "-c", program],
         env={**os.environ, "PATH": str(tmp_path), "CI": value, "work": str(tmp_path)},
