@@ -1,8 +1,8 @@
 """Fixtures of all tests. Each test is checked for what it leaves behind."""
 
 import faulthandler
-import functools
 import gc
+import itertools
 import os
 import signal
 import tempfile
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import leak_checks
+from tests.helpers import huge_pages, leak_checks
 from tests.helpers.at_startup import sitecustomize
 from tests.helpers.scripts import ScriptRunner
 
@@ -56,14 +56,16 @@ def _is_default_tier(config: pytest.Config) -> bool:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests by their folders; leave the tier `full` out where the command names no path or marker."""
-    for item in items:
-        if _is_in(item.path, TORCH_VERSIONS):
-            item.add_marker(pytest.mark.torch_versions)
-        is_quick = item.get_closest_marker("quick") is not None and not _starts_interpreters(item)
-        is_soak = item.get_closest_marker("soak") is not None
-        if not (is_quick or is_soak) and _is_in(item.path, SLOW_FOLDERS):
-            item.add_marker(pytest.mark.full)
+    for path, of_file in itertools.groupby(items, lambda item: item.path):
+        is_slow, touches_torch = _is_in(path, SLOW_FOLDERS), _is_in(path, TORCH_VERSIONS)
+        for item in of_file:
+            if touches_torch:
+                item.add_marker(pytest.mark.torch_versions)
+            is_quick = item.get_closest_marker("quick") is not None and not _starts_interpreters(item)
+            if is_slow and not is_quick and item.get_closest_marker("soak") is None:
+                item.add_marker(pytest.mark.full)
     gc.enable()
+    huge_pages.use()
     if _is_default_tier(config):
         full = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=full)
@@ -92,7 +94,6 @@ def pytest_sessionfinish() -> None:
     gc.freeze()
 
 
-@functools.cache
 def _is_in(path: Path, places: Sequence[str]) -> bool:
     return any(path.is_relative_to(HERE / place) for place in places)
 

@@ -73,10 +73,11 @@ def user(slurm: SlurmCluster, run_script: ScriptRunner) -> Iterator[User]:
     slurm.ask("scancel", "--user=root")  # what a failed test has left
 
 
-def test_batch_jobs_in_an_array(user: User) -> None:
-    """Two jobs of an array share both nodes at the same time, and each trains on its own two ranks."""
-    outputs = user.finish(user.submit(SCRIPTS / "digits.sh", "--array=0-1"))
-    assert len(outputs) == 2
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_batch_jobs_in_an_array(jobs: int, user: User) -> None:
+    """Jobs of an array share both nodes at the same time, and each trains on its own two ranks."""
+    outputs = user.finish(user.submit(SCRIPTS / "digits.sh", f"--array=1-{jobs}"))
+    assert len(outputs) == jobs
     for output in outputs:
         check_doctor(output, "slurm", world_size=2)
         check_digits(output, node_ranks=[0, 1], hosts=user.names)

@@ -3,7 +3,7 @@
 import json
 import pickle
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -78,18 +78,10 @@ def rerun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[str, Li
 # Ranks that are no forks import torch, which takes seconds. An alias differs in one argument only.
 NEW_INTERPRETERS = ("ddp", "ddp_forkserver", "ddp_spawn", "ddp_elastic")
 ALIASES = [name for name in NAMES if "_find_unused_parameters_" in name]
-SLOW = ["ddp_spawn", *(name for name in ALIASES if name.startswith(("ddp_spawn", "ddp_elastic")))]
-
-
-def _in_tiers(*, soak: Sequence[str]) -> list[Any]:
-    """Return all names as parameters, each in its tier."""
-    full = dict.fromkeys((*NEW_INTERPRETERS, *ALIASES), pytest.mark.full)
-    marks = full | dict.fromkeys(soak, pytest.mark.soak)
-    return [pytest.param(name, marks=marks.get(name, ())) for name in NAMES]
-
-
-LAUNCHED = _in_tiers(soak=SLOW)
-LAUNCHED_TWICE = _in_tiers(soak=(*SLOW, "ddp_elastic"))
+TIERS = dict.fromkeys((*NEW_INTERPRETERS, *ALIASES), pytest.mark.full) | {
+    name: pytest.mark.soak for name in NAMES if name.startswith(("ddp_spawn", "ddp_elastic"))
+}
+LAUNCHED = [pytest.param(name, marks=TIERS.get(name, ())) for name in NAMES]
 
 
 @pytest.mark.parametrize("name", LAUNCHED)
@@ -208,7 +200,7 @@ def test_auto_shows_the_start_method_that_it_uses(monkeypatch: pytest.MonkeyPatc
     assert strategy.with_().start_method == "popen"
 
 
-@pytest.mark.parametrize("each", LAUNCHED_TWICE)
+@pytest.mark.parametrize("each", LAUNCHED)
 def test_one_strategy_for_two_trainers(each: str, rerun: Callable[[], dict[str, Life]]) -> None:
     """Two Trainers fit with one instance, one after the other, to the weights of one process."""
     life = rerun()[each] if each in RERUN else fit_with_two_trainers(_created(each), _size(each))

@@ -139,7 +139,7 @@ def test_requests_of_a_rank_do_not_grow_with_the_world(
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_all_questions() -> None:
-    """Each is answered; `.ci/run` asks two."""
+    """Each is answered; `.ci/run` asks one."""
     subprocess.run([sys.executable, "-m", "benchmarks", "--quick"], cwd=DOCS.parent, check=True)
 
 

@@ -25,6 +25,8 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
+from tests.helpers import huge_pages
+
 _LONGEST_REQUEST = 1 << 20
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x20000, 0x4000000, 0x40000000  # clone(2)
 _MS_BIND, _MS_REC, _MS_SLAVE = 0x1000, 0x4000, 0x80000  # mount(2)
@@ -314,6 +316,7 @@ if __name__ == "__main__":
     gc.enable()
     gc.collect()
     gc.freeze()  # else each program searches all of this for garbage when it ends
+    huge_pages.use()
     send(channel, {"number": 0})
     if (found := serve(channel)) is not None:
         prepare(*found)
