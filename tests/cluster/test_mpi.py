@@ -55,9 +55,6 @@ def test_digits(launcher: str, run_script: ScriptRunner) -> None:
     check_digits(result.stdout.partition("What to fix")[2], node_ranks=[0, 0])
 
 
-# ---------------------------------------------------------------------- two nodes
-
-
 def on_two_hosts(
     launcher: str,
     hosts: TwoHosts,

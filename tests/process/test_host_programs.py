@@ -28,11 +28,7 @@ cases = cases_of(host_cases)
     combinations(
         ("timeout", *UNKNOWN),
         ALL_METHODS,
-        quick=[
-            ("ignored", "fork"),
-            ("ignored", "popen"),
-            ("reaped", "elastic-fork"),
-        ],
+        quick=[("ignored", "fork"), ("ignored", "popen"), ("reaped", "elastic-fork")],
     ),
 )
 def test_a_good_job_and_a_killed_rank(situation: str, method: str, cases: Cases) -> None:
@@ -178,9 +174,6 @@ def test_a_program_that_a_script_starts_before_it_imports_rankwise(run_script: S
     result = run_script(HELPER, siblings=1)
     assert result.returncode == 0, result
     assert result.stdout.count("fine") == 2, result
-
-
-# ---------------------------------------------------------------------- limits
 
 
 @pytest.mark.parametrize("method", EVERY)

@@ -123,9 +123,6 @@ def test_the_limit_of_a_rerun_script(run_script: ScriptRunner) -> None:
     assert "its time limit" in result.stderr, result
 
 
-# ---------------------------------------------------------------------- the marker
-
-
 @pytest.mark.distributed
 def test_marked(rank_strategy: DDPStrategy, tmp_path: Path) -> None:
     """A test with the marker runs on every rank, with the values of its fixtures."""

@@ -84,9 +84,6 @@ def test_doctor(run_script: ScriptRunner, without_optional: dict[str, str]) -> N
     assert json.loads(result.stdout)["ok"] is True
 
 
-# ------------------------------------------------------------------------------------- a wheel, installed
-
-
 def requirements(name: str, found: set[str]) -> None:
     """Add the names of an installed distribution and of all that it needs, extras aside."""
     name = re.sub(r"[-_.]+", "-", name).lower()

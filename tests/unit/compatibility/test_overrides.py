@@ -193,9 +193,6 @@ def test_methods_of_the_users_own(kind: str, base: type, give: Give) -> None:
         give(with_methods(base, broadcast=lambda self, obj, src=0, group=None: obj))
 
 
-# ------------------------------------------------------------------ the tables
-
-
 def _own_classes(base: type) -> Iterator[type]:
     """Return `base` and its subclasses in rankwise."""
     if is_of_this_package(base):

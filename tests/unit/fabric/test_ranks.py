@@ -115,9 +115,6 @@ def test_an_optimizer_with_a_closure_decides_alike() -> None:
     assert largest_difference(first, second) == 0
 
 
-# ------------------------------------------------------------------------------------------- evaluation
-
-
 def test_each_sample_is_evaluated_once() -> None:
     """Ranks have different numbers of batches; the module is called without collectives, after the first."""
     modules = [nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)) for _ in range(2)]

@@ -197,9 +197,6 @@ def test_a_rank_whose_loop_has_failed_has_answered() -> None:
     close(other)
 
 
-# -------------------------------------------------------------------------------------- changes
-
-
 def test_groups_with_the_same_first_rank() -> None:
     """Ranks agree in each group that they are in, in whatever order they have joined the groups."""
 

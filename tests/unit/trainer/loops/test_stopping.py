@@ -168,9 +168,6 @@ def test_sigterm_is_known_afterwards(tmp_path: Path) -> None:
     assert (train.received_sigterm, train.interrupted) == (False, False)
 
 
-# ------------------------------------------------------------------------------------------- Ctrl-C
-
-
 class Noted(Callback):
     """Notes what `on_exception` gets, and what the Trainer says then."""
 
