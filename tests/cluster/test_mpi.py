@@ -44,9 +44,8 @@ def check(result: ScriptResult) -> None:
     check_doctor(result.stdout, "mpi", world_size=2)
 
 
-@pytest.mark.parametrize(
-    "launcher", ["mpiexec.hydra", pytest.param("mpirun.openmpi", marks=pytest.mark.soak)]
-)
+@pytest.mark.soak  # test_two_nodes does the same
+@pytest.mark.parametrize("launcher", ["mpiexec.hydra", "mpirun.openmpi"])
 def test_digits(launcher: str, run_script: ScriptRunner) -> None:
     """The launcher's two ranks are detected, connect on loopback, and train."""
     command = ["bash", str(EXAMPLES / "mpi" / "digits.sh"), *BRIEF]

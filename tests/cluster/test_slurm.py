@@ -137,6 +137,7 @@ def test_devices_that_are_not_there(user: User) -> None:
     assert "samples per epoch" not in result.stdout, result
 
 
+@pytest.mark.soak
 def test_submitit(user: User) -> None:
     """Submitit's executor submits the doctor and the same script from Python."""
     try:

@@ -76,11 +76,9 @@ def rerun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[str, Li
 
 
 # Ranks that are no forks import torch, which takes seconds. An alias differs in one argument only.
-NEW_INTERPRETERS = ("ddp", "ddp_forkserver", "ddp_spawn", "ddp_elastic")
 ALIASES = [name for name in NAMES if "_find_unused_parameters_" in name]
-TIERS = dict.fromkeys((*NEW_INTERPRETERS, *ALIASES), pytest.mark.full) | {
-    name: pytest.mark.soak for name in NAMES if name.startswith(("ddp_spawn", "ddp_elastic"))
-}
+TIERS = dict.fromkeys((*ALIASES, "ddp_spawn", "ddp_elastic"), pytest.mark.soak)
+TIERS |= dict.fromkeys(("ddp", "ddp_forkserver", "ddp_fork_find_unused_parameters_true"), pytest.mark.full)
 LAUNCHED = [pytest.param(name, marks=TIERS.get(name, ())) for name in NAMES]
 
 

@@ -57,6 +57,7 @@ STATE = """
 NOT_COMPARED = (processes.MARKER, "TORCHINDUCTOR_CACHE_DIR")  # the latter is set by torch._dynamo's import
 
 
+@pytest.mark.soak
 @pytest.mark.full
 def test_a_fork_is_as_an_interpreter_of_its_own(run_script: ScriptRunner) -> None:
     """What a program finds does not tell whether it was forked; random numbers are each program's own."""

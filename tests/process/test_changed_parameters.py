@@ -9,6 +9,7 @@ from torch import nn
 from rankwise import DDPStrategy
 from rankwise.callbacks import Callback
 from rankwise.errors import WorkerRaisedError
+from tests.helpers.parameters import first
 from tests.process.training_tasks import Regression, loader, quiet_trainer
 
 
@@ -55,7 +56,7 @@ def fit(strategy: Any, world_size: int, what: str, *ranks: int) -> tuple[Any, Fi
 
 @pytest.mark.parametrize(
     "start_method",
-    ["fork", *(pytest.param(each, marks=pytest.mark.soak) for each in ("forkserver", "spawn"))],
+    first(1, ["fork", "forkserver", "spawn"]),
 )
 def test_a_layer_that_is_unfrozen_with_a_group(start_method: str) -> None:
     """Two ranks have one process's weights, and the caller's optimizer has both groups and their states."""

@@ -21,6 +21,7 @@ from torch.utils.data import (
 from rankwise.callbacks import LambdaCallback
 from rankwise.data import shard_info
 from rankwise.errors import WorkerRaisedError
+from tests.helpers.parameters import first
 from tests.process.training_tasks import FEATURES, Regression, dataset, loader, trainer_on
 
 SAMPLES = 1003
@@ -298,10 +299,7 @@ class Gathering(Regression):
     ("world_size", "kind"),
     [
         pytest.param(2, "module", marks=pytest.mark.quick),
-        (3, "strategy"),
-        (2, "torch"),
-        (2, "metric"),
-        (3, "hook"),
+        *first(2, [(3, "strategy"), (2, "torch"), (2, "metric"), (3, "hook")]),
     ],
 )
 def test_collectives_in_steps(world_size: int, kind: str) -> None:

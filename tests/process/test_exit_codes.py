@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.parameters import first
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import with_tests
 
@@ -71,16 +72,14 @@ CODES = {
     "fork/kill/launch": 137,
     "fork/raise/launch": 1,
     "fork/0/launch": 1,
-    "fork/-1/launch": 255,
     "fork/5/fit": 5,
+    "fork/_exit/thread": 0,
+    "popen/kill/fit": 137,
+    "fork/-1/launch": 255,
     "fork/kill/fit": 137,
     "fork/kill/caught": 1,
     "fork/_exit/own hook": 3,
     "fork/_exit/interactive": 1,
-    "fork/_exit/thread": 0,
-    "popen/kill/fit": 137,
-}
-MORE_CODES = {
     "popen/_exit/launch": 3,
     "spawn/_exit/fit": 3,
     "forkserver/kill/launch": 137,
@@ -88,10 +87,7 @@ MORE_CODES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("case", "code"),
-    [*CODES.items(), *(pytest.param(*each, marks=pytest.mark.soak) for each in MORE_CODES.items())],
-)
+@pytest.mark.parametrize(("case", "code"), first(7, CODES.items()))
 def test_the_code_is_the_culprits(case: str, code: int, run_script: ScriptRunner) -> None:
     """The exit code is the failed rank's; exit hooks have run, the error is printed.
 

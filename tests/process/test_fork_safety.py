@@ -10,6 +10,7 @@ import torch
 
 from rankwise.testing import run_distributed
 from tests.helpers.load import slowdown
+from tests.helpers.parameters import first
 from tests.helpers.processes import wait_until_gone
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import METHODS, combinations, ddp, in_scripts, with_tests
@@ -48,6 +49,7 @@ HEAVY = """
 """
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("forkserver", marks=SOAK)])
 def test_forking_after_parallel_work_trains(start_method: str, run_script: ScriptRunner) -> None:
     """After parallel work on two threads, forked ranks train on two threads each, in two launches."""
@@ -117,9 +119,7 @@ MAIN_KILLED = """
 """
 
 
-@pytest.mark.parametrize(
-    "start_method", ["popen", "fork", *(pytest.param(m, marks=SOAK) for m in ("spawn", "forkserver"))]
-)
+@pytest.mark.parametrize("start_method", first(2, ["popen", "fork", "spawn", "forkserver"]))
 def test_data_workers_leave_with_the_main_process(start_method: str, run_script: ScriptRunner) -> None:
     """After SIGKILL of the main process the ranks and their sleeping loader workers end at once."""
     running = run_script.start(MAIN_KILLED, start_method, env=in_scripts(), siblings=1)

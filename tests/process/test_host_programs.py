@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.parameters import first
 from tests.helpers.scripts import ScriptRunner
 from tests.process import host_cases
 from tests.process.helpers import METHODS as START_METHODS
@@ -14,7 +15,7 @@ from tests.process.helpers import Cases, cases_of, combinations, with_tests
 from tests.process.host_cases import FORK_ENDS
 
 SOAK = pytest.mark.soak
-METHODS = ["fork", "popen", *(pytest.param(method, marks=SOAK) for method in ("spawn", "forkserver"))]
+METHODS = first(2, ["fork", "popen", "spawn", "forkserver"])
 EVERY = [*METHODS, "elastic-fork", pytest.param("elastic-spawn", marks=SOAK)]
 
 UNKNOWN = ("ignored", "reaped")  # how exit codes can be unknown
@@ -28,7 +29,7 @@ cases = cases_of(host_cases)
     combinations(
         ("timeout", *UNKNOWN),
         ALL_METHODS,
-        quick=[("ignored", "fork"), ("ignored", "popen"), ("reaped", "elastic-fork")],
+        quick=[("ignored", "fork"), ("reaped", "elastic-fork")],
     ),
 )
 def test_a_good_job_and_a_killed_rank(situation: str, method: str, cases: Cases) -> None:
@@ -63,7 +64,7 @@ PRINTED = [
     # Signals of ranks that an asyncio program forks wake no event loop of the main process.
     ("asyncio_handler", "own\nown\n"),
     # An event loop whose wake-up descriptor is full reads none of the signals that its timer goes on to send.
-    *for_each("fork popen", "full_wake_up ?", ".*fine.*", soak="spawn forkserver"),
+    *for_each("fork", "full_wake_up ?", ".*fine.*", soak="popen spawn forkserver"),
     # Ranks go on without a forkserver that is killed during a job; the next launch has another one.
     pytest.param("forkserver_killed good .", "fine\nfine\n", marks=SOAK),
     pytest.param("forkserver_killed bad .", f"fine\n{KILLED}", marks=SOAK),
@@ -92,8 +93,7 @@ IN_A_THREAD = (["launch_in_a_thread"], 0, ".*", r"\A\Z")
         (["interrupted"], 0, "saved\ninterrupted\n", ""),  # what stopped ranks raise does not end it
         (["busy", "popen", "swallow", "sigterm"], 128 + signal.SIGTERM, ".*", ""),  # after the grace period
         (["without_grace"], 0, ".*WorkerRaisedError 1 .*", ""),  # it can be interrupted without one
-        IN_A_THREAD,
-        *(pytest.param(*IN_A_THREAD, marks=SOAK) for _ in range(9)),
+        *first(1, [IN_A_THREAD] * 10),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -111,12 +111,7 @@ by_seccomp = pytest.mark.skipif(sys.platform != "linux", reason="system calls ar
 @by_seccomp
 @pytest.mark.parametrize("method", [METHODS[0], *METHODS[2:]])
 @pytest.mark.parametrize(
-    "situation",
-    [
-        "pidfd missing",
-        "sending refused",
-        *(pytest.param(f"{what} refused", marks=SOAK) for what in ("pidfd", "memfd")),
-    ],
+    "situation", first(2, ["pidfd missing", "sending refused", "pidfd refused", "memfd refused"])
 )
 def test_system_calls_that_are_missing(situation: str, method: str, cases: Cases) -> None:
     """Without pidfds or memory files a job ends as it does with them, well or badly.
@@ -142,13 +137,11 @@ def test_a_process_that_a_rank_forks(method: str, cases: Cases) -> None:
         assert ("RuntimeError: the child's own" in "".join(errors)) == (how == "raise"), result
 
 
-MAIN_IS_A_RANK = ["popen", *(pytest.param(method, marks=SOAK) for method in START_METHODS)]
+MAIN_IS_A_RANK = first(1, ["popen", *START_METHODS])
 
 
 @pytest.mark.parametrize("method", MAIN_IS_A_RANK)
-@pytest.mark.parametrize(
-    "how", ["thread", *(pytest.param(how, marks=SOAK) for how in ("swallow", "except", "blocked", "print"))]
-)
+@pytest.mark.parametrize("how", first(1, ["thread", "swallow", "except", "blocked", "print"]))
 def test_a_rank_that_nothing_interrupts(how: str, method: str, cases: Cases) -> None:
     """It is killed; where it is rank 0 in the main process, that prints the cause and ends."""
     result = cases("busy", method, how, "raise", siblings=int(method == "popen"))

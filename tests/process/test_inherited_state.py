@@ -12,6 +12,7 @@ from rankwise import DDPStrategy, seed_everything
 from rankwise.launchers.process_state import ProcessState
 from rankwise.seed import given_seed
 from rankwise.strategies import Strategy
+from tests.helpers.parameters import first
 from tests.process.host_cases import strategy_of
 from tests.process.test_given_launchers import PlainLauncher
 
@@ -62,11 +63,7 @@ def caller() -> Iterator[Facts]:
 @pytest.mark.parametrize(
     "method",
     [
-        *("fork", "forkserver", "elastic-fork"),
-        *(
-            pytest.param(each, marks=pytest.mark.soak)
-            for each in ("spawn", "elastic-spawn", "elastic-forkserver")
-        ),
+        *first(2, ["fork", "elastic-fork", "spawn", "forkserver", "elastic-spawn", "elastic-forkserver"]),
     ],
 )
 def test_ranks_begin_as_the_caller_is(method: str, caller: Facts) -> None:

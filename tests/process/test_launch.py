@@ -23,6 +23,7 @@ from rankwise.launchers.supervisor import Supervisor
 from rankwise.process_group import init_process_group
 from rankwise.ranks import rank_zero_only
 from rankwise.strategies import DDPForkStrategy, DDPSpawnStrategy, DDPStrategy, Strategy
+from tests.helpers.parameters import first
 from tests.process.helpers import METHODS, RENDEZVOUS, WORLD, ddp
 
 MEGABYTE = 1 << 20
@@ -83,8 +84,8 @@ def start_method(request: pytest.FixtureRequest) -> str:
 @pytest.mark.quick
 @pytest.mark.parametrize("rendezvous", RENDEZVOUS)
 @pytest.mark.parametrize(
-    "method", ["fork", pytest.param("spawn", marks=pytest.mark.soak), "forkserver"]
-)  # spawn is in test_everything_at_once, too
+    "method", first(1, ["fork", "spawn", "forkserver"])
+)  # the others are in test_everything_at_once, too
 def test_every_ranks_value_is_in_results(
     method: str, rendezvous: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

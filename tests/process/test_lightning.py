@@ -407,6 +407,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.soak
 def test_a_cluster_environment_of_lightnings(run_script: ScriptRunner) -> None:
     """One given as a plug-in determines ranks and address, in Lightning's Trainer and in rankwise's."""
     path, port = run_script.write(BEGIN + OWN_ENVIRONMENT), str(free_port())

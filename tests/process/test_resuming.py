@@ -42,6 +42,7 @@ WITHOUT_COMPLEX = pytest.mark.skipif(
 )
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("weighting", "module"),
     [
@@ -67,6 +68,7 @@ def resumed_and_whole(
     return found[1:]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("devices", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_a_static_graph_goes_on(devices: int, tmp_path: Path) -> None:
     """Two ranks end with the same bits; three, whose first buckets are others, with the same numbers."""

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler, WeightedRandomS
 from rankwise import TrainingModule, seed_everything
 from rankwise.callbacks import LambdaCallback
 from rankwise.errors import WorkerRaisedError
+from tests.helpers.parameters import first
 from tests.process.training_tasks import trainer_on
 
 SAMPLES = 24
@@ -114,7 +115,7 @@ def legacy() -> Shuffled:
     return sampler
 
 
-@pytest.mark.parametrize("make", [weighted, repeated, legacy])
+@pytest.mark.parametrize("make", first(1, [weighted, repeated, legacy]))
 def test_two_ranks_sample_as_one_process(make: Any) -> None:
     """Training, test and prediction of a part of the data use one process's samples, again and again."""
     found = []

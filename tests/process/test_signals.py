@@ -8,6 +8,7 @@ import time
 import psutil
 import pytest
 
+from tests.helpers.parameters import first
 from tests.helpers.scripts import RunningScript, ScriptRunner
 from tests.process.helpers import ddp
 
@@ -58,7 +59,7 @@ def start(run_script: ScriptRunner, start_method: str, what: str = "sleep") -> R
 
 @pytest.mark.parametrize(
     "start_method",
-    ["fork", *(pytest.param(each, marks=pytest.mark.soak) for each in ("popen", "spawn", "forkserver"))],
+    first(1, ["fork", "popen", "spawn", "forkserver"]),
 )
 @pytest.mark.parametrize("what", ["collective of 0", pytest.param("loop", marks=pytest.mark.soak)])
 def test_ctrl_c(start_method: str, what: str, run_script: ScriptRunner) -> None:

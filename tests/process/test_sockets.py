@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from rankwise.strategies import Strategy
+from tests.helpers.parameters import first
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import ddp, with_tests
 
@@ -87,13 +88,13 @@ def _listeners(namespace: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        *("popen private", "fork tcp", "fit ddp_notebook"),
-        *(
-            pytest.param(each, marks=pytest.mark.soak)
-            for each in ("popen tcp", "fork private", "spawn private", "forkserver tcp", "fit ddp")
-        ),
-    ],
+    first(
+        3,
+        [
+            *("popen private", "fork tcp", "fit ddp_notebook"),
+            *("popen tcp", "fork private", "spawn private", "forkserver tcp", "fit ddp"),
+        ],
+    ),
 )
 def test_a_job_listens_on_loopback_only(arguments: str, namespace: str, run_script: ScriptRunner) -> None:
     """Every listening socket is on 127.0.0.1; a store has one only with `rendezvous="tcp"`."""
@@ -130,6 +131,7 @@ def test_jobs_meet_no_port_conflict(jobs: int) -> None:
         assert [total for job in totals for total in job.result()] == [2.0] * jobs
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("jobs", [15, pytest.param(150, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("rendezvous", ["private", pytest.param("tcp", marks=pytest.mark.soak)])
 def test_jobs_from_threads(rendezvous: str, jobs: int) -> None:
@@ -205,7 +207,7 @@ FLOODED = """
 
 @pytest.mark.parametrize(
     "start_method",
-    ["fork", "popen", *(pytest.param(each, marks=pytest.mark.soak) for each in ("spawn", "forkserver"))],
+    first(1, ["fork", "popen", "spawn", "forkserver"]),
 )
 def test_more_connections_than_a_rank_may_open_files(start_method: str, run_script: ScriptRunner) -> None:
     """Whoever makes them, to all that the job listens at, does not harm it."""
