@@ -93,6 +93,7 @@ def test_unequal_tasks(user: User) -> None:
     check_digits(result.stdout, node_ranks=[0, 0, 1], hosts=user.names)
 
 
+@pytest.mark.soak
 def test_a_batch_script_without_srun(user: User) -> None:
     """One task with a notebook's job name and devices=2 is two local processes, which see all of the data."""
     [output] = user.finish(user.submit(SCRIPTS / "one_node.sh", "--job-name=ood-jupyter"))
@@ -109,6 +110,7 @@ def test_a_batch_script_of_two_tasks_without_srun(user: User) -> None:
     assert "put srun before the command" in output, output
 
 
+@pytest.mark.soak
 def test_an_interactive_allocation(user: User) -> None:
     """In an allocation a plain command is one local process; srun starts the ranks."""
     inside = f"{DOCTOR} --no-start-methods && srun {DOCTOR}"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.digits import EXAMPLES, check_digits
+from tests.helpers.parameters import first
 from tests.helpers.scripts import ScriptRunner
 
 
@@ -21,14 +22,12 @@ def test_digits(strategy: str, run_script: ScriptRunner) -> None:
 
 
 LINE = "y = 3.00 x + 1.00"
-QUICK = {
+PROMISES = {
     "plain_loop.py --strategy ddp_fork": "the same on every rank",
-    "model_averaging.py": LINE,
     "fsspec_checkpoints.py memory://line": (
         "continued from memory://line/last.ckpt, now: epoch=2.ckpt, last.ckpt"
     ),
-}
-LONG = {
+    "model_averaging.py": LINE,
     "plain_loop.py": "the same on every rank",
     "gan.py": "mean images differ by 0.0",
     "custom_wrapper.py": "CountingWrapper was called 40 times",  # the README's is run
@@ -40,7 +39,7 @@ LONG = {
 
 @pytest.mark.parametrize(
     ("command", "promised"),
-    [*QUICK.items(), *(pytest.param(*item, marks=pytest.mark.soak) for item in LONG.items())],
+    first(2, PROMISES.items()),
 )
 def test_example(command: str, promised: str, run_script: ScriptRunner) -> None:
     """The example prints the expected text once."""

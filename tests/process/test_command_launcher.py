@@ -95,6 +95,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.soak
 def test_a_failure_is_that_of_the_rank(run_script: ScriptRunner) -> None:
     """The caller's exception names the rank that failed, and what it did; no process is left."""
     result = run_script(FAIL, env=with_tests(), siblings=2 * len(FAILURES))

@@ -220,6 +220,7 @@ def test_plugins_as_in_lightning(run_script: ScriptRunner, tmp_path: Path) -> No
     assert lines == [f"{rank} 2 [4, 1, 8, 1] {weight}" for rank in range(2)], results
 
 
+@pytest.mark.soak
 def test_what_env_needs_is_a_job_on_one_node(cases: Cases) -> None:
     """`RANK`, `WORLD_SIZE` and `MASTER_*` on loopback are one job, not two that train on all data."""
     results = cases.on_each("fit", variables=_variables("RANK", WORLD_SIZE="2"))

@@ -154,6 +154,7 @@ class SizedOnRankZero:
         return 1
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("accumulate", "num_workers", "steps"), [(1, 0, (3, 5)), pytest.param(2, 1, (2,), marks=pytest.mark.soak)]
 )

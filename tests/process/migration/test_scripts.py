@@ -61,7 +61,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"lightning": SCRIPTS, "rankwise": changed}
 
 
-def names_of(request: pytest.FixtureRequest, *, but: str = "") -> list[str]:
+def names_of(request: pytest.FixtureRequest, *, but: str) -> list[str]:
     """Return the names of the scripts whose results tests use that were chosen, without those of one test."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     using = [item for item in items if "results" in item.fixturenames and item.path == request.path]
@@ -75,7 +75,8 @@ def results(
     """Run the scripts of the chosen tests on one process and two; return where `1/NAME.pt` and so on are."""
     need_installed("wandb")
     with module_runner(tmp_path_factory.mktemp("results")) as run:
-        on_one, on_two = names_of(request), names_of(request, but="test_on_one_process")
+        on_one = names_of(request, but="test_on_two_processes")
+        on_two = names_of(request, but="test_on_one_process")
         started = record.start_all(run, scripts["rankwise"], "rankwise", on_one, on_two)
         ended = started.finish(timeout=600)
         assert ended.returncode == 0, ended
@@ -121,6 +122,7 @@ def lightning(tmp_path_factory: pytest.TempPathFactory, scripts: dict[str, Path]
 # ---------------------------------------------------------------------------------------------------- tests
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", NAMES)
 def test_on_one_process(results: Path, name: str) -> None:
     """A script ends with Lightning's weights, metrics and logged values."""

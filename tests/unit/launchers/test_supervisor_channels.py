@@ -9,8 +9,6 @@ from rankwise.errors import WorkerRaisedError
 from rankwise.launchers.channel import REQUEST_ID_SIZE, Kind, frame
 from tests.unit.launchers.supervised import NEVER_S, OVER, STOP, Supervise
 
-# -------------------------------------------------------------------------------------- channels
-
 
 def test_a_channel_that_is_lost_while_the_process_runs(supervise: Supervise) -> None:
     """The rank can report no more: that is its failure, and its process is ended."""
@@ -120,9 +118,6 @@ def test_what_is_no_message_of_rank_zero_here(supervise: Supervise, is_first: bo
         assert not job.is_over()
     job[0].sock.sendall(b"print\n")
     assert ("what it sent is no message: " in job.failure().summary()) == is_first
-
-
-# -------------------------------------------------------------------------------------- the private store
 
 
 def reply(value: bytes, number: int = 1) -> tuple[Kind, bytes]:

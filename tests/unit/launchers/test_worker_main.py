@@ -21,9 +21,6 @@ from tests.unit.launchers.supervised import SHORT_S, Ends
 RANKS = RankInfo(1, 1, 0, 2, 2, 1)
 
 
-# -------------------------------------------------------------------------------------- a job's function
-
-
 def rank_of(worker: WorkerContext) -> int:
     return worker.ranks.global_rank
 
@@ -102,9 +99,6 @@ def test_the_environment_of_a_worker(monkeypatch: pytest.MonkeyPatch, environ: d
         multiprocessing.set_start_method(method, force=True)
     replaced = {"A": "own", "B": "launcher", "C": None}
     assert found == ({"A": None, "B": None, "C": "server"} if environ is None else replaced)
-
-
-# -------------------------------------------------------------------------------------- a script, run again
 
 
 @pytest.fixture

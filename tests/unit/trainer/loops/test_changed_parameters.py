@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from rankwise import TrainingModule
 from rankwise.callbacks import Callback, LambdaCallback
 from rankwise.errors import ConfigurationError, RankMismatchError, UnusedParametersError
-from tests.helpers.parameters import in_turn
+from tests.helpers.parameters import first, in_turn
 from tests.unit.gradient_sync.helpers import (
     Layers,
     Sums,
@@ -107,7 +107,9 @@ MOMENTS = [
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("change", "moment"), in_turn(CHANGES, MOMENTS) + in_turn(CHANGES, MOMENTS, 1))
+@pytest.mark.parametrize(
+    ("change", "moment"), first(4, in_turn(CHANGES, MOMENTS) + in_turn(CHANGES, MOMENTS, 1))
+)
 def test_automatic_optimization(change: str, moment: tuple[int, int, str]) -> None:
     """All that callbacks change is averaged from then on, also within a window."""
     options = {"gradient_weighting": "samples"}
@@ -122,7 +124,7 @@ WAYS = [*MODES, {"static_graph": True}]
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True found")
-@pytest.mark.parametrize(("change", "options"), in_turn(CHANGES, WAYS) + in_turn(CHANGES, WAYS, 2))
+@pytest.mark.parametrize(("change", "options"), first(4, in_turn(CHANGES, WAYS) + in_turn(CHANGES, WAYS, 2)))
 def test_logged_weights(change: str, options: dict[str, Any]) -> None:
     """So it is with logged weights, however gradients are averaged."""
     check(Trained, at(CHANGES[change], *MOMENTS[2]), {"gradient_weighting": "logged", **options})
