@@ -75,7 +75,7 @@ def user(slurm: SlurmCluster, run_script: ScriptRunner) -> Iterator[User]:
 
 @pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_batch_jobs_in_an_array(jobs: int, user: User) -> None:
-    """Jobs of an array share both nodes at the same time, and each trains on its own two ranks."""
+    """Each job of an array trains on two ranks of its own; two jobs share both nodes at the same time."""
     outputs = user.finish(user.submit(SCRIPTS / "digits.sh", f"--array=1-{jobs}"))
     assert len(outputs) == jobs
     for output in outputs:

@@ -37,10 +37,7 @@ PROMISES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("command", "promised"),
-    first(2, PROMISES.items()),
-)
+@pytest.mark.parametrize(("command", "promised"), first(2, PROMISES.items()))
 def test_example(command: str, promised: str, run_script: ScriptRunner) -> None:
     """The example prints the expected text once."""
     name, *arguments = command.split()

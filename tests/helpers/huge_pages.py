@@ -4,7 +4,7 @@ import ctypes
 import re
 from pathlib import Path
 
-_COLLAPSE = 25  # MADV_COLLAPSE of madvise(2), since Linux 6.1; elsewhere it does nothing
+_COLLAPSE = 25  # MADV_COLLAPSE of madvise(2), since Linux 6.1; an older kernel refuses it, without harm
 _ANONYMOUS = re.compile(r"^(\w+)-(\w+) rw-p 0+ 00:00 0\s*(?:\[heap\])?$", re.MULTILINE)
 
 

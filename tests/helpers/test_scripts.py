@@ -58,7 +58,6 @@ NOT_COMPARED = (processes.MARKER, "TORCHINDUCTOR_CACHE_DIR")  # the latter is se
 
 
 @pytest.mark.soak
-@pytest.mark.full
 def test_a_fork_is_as_an_interpreter_of_its_own(run_script: ScriptRunner) -> None:
     """What a program finds does not tell whether it was forked; random numbers are each program's own."""
     results = [run_script(STATE, *NOT_COMPARED, fresh=fresh) for fresh in (True, False, False)]

@@ -99,7 +99,7 @@ class _Rank(threading.Thread):
             self._has_ended.set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether it has ended. A signal that comes just before the wait does not cut that short."""
+        """Return whether it has ended. A signal just before a wait does not cut it: hence the limit."""
         if self._has_ended.wait(timeout_s):
             self.join()
         return self._has_ended.is_set()

@@ -54,10 +54,7 @@ def fit(strategy: Any, world_size: int, what: str, *ranks: int) -> tuple[Any, Fi
     return trainer, module
 
 
-@pytest.mark.parametrize(
-    "start_method",
-    first(1, ["fork", "forkserver", "spawn"]),
-)
+@pytest.mark.parametrize("start_method", first(1, ["fork", "forkserver", "spawn"]))
 def test_a_layer_that_is_unfrozen_with_a_group(start_method: str) -> None:
     """Two ranks have one process's weights, and the caller's optimizer has both groups and their states."""
     alone, expected = fit("single_device", 1, "unfreeze with a group", 0)

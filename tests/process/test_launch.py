@@ -83,9 +83,8 @@ def start_method(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("rendezvous", RENDEZVOUS)
-@pytest.mark.parametrize(
-    "method", first(1, ["fork", "spawn", "forkserver"])
-)  # the others are in test_everything_at_once, too
+# The others are in test_everything_at_once, too.
+@pytest.mark.parametrize("method", first(1, ["fork", "spawn", "forkserver"]))
 def test_every_ranks_value_is_in_results(
     method: str, rendezvous: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

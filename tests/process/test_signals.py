@@ -57,10 +57,7 @@ def start(run_script: ScriptRunner, start_method: str, what: str = "sleep") -> R
     return running
 
 
-@pytest.mark.parametrize(
-    "start_method",
-    first(1, ["fork", "popen", "spawn", "forkserver"]),
-)
+@pytest.mark.parametrize("start_method", first(1, ["fork", "popen", "spawn", "forkserver"]))
 @pytest.mark.parametrize("what", ["collective of 0", pytest.param("loop", marks=pytest.mark.soak)])
 def test_ctrl_c(start_method: str, what: str, run_script: ScriptRunner) -> None:
     """First SIGINT to the main process alone, which its caller catches; in the next job to the whole group.

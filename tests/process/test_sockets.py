@@ -205,10 +205,7 @@ FLOODED = """
 """
 
 
-@pytest.mark.parametrize(
-    "start_method",
-    first(1, ["fork", "popen", "spawn", "forkserver"]),
-)
+@pytest.mark.parametrize("start_method", first(1, ["fork", "popen", "spawn", "forkserver"]))
 def test_more_connections_than_a_rank_may_open_files(start_method: str, run_script: ScriptRunner) -> None:
     """Whoever makes them, to all that the job listens at, does not harm it."""
     running = run_script.start(FLOODED, start_method, siblings=1)
