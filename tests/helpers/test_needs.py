@@ -34,7 +34,7 @@ def test_clusters_have_to_run_in_ci(value: str, code: int, tmp_path: Path) -> No
     program = f"{functions}declare -A beside; python=; step() {{ :; }}; in_clone() {{ :; }}; run_clusters"
     done = subprocess.run(
         ["/bin/bash", "-euo", "pipefail", "-c", program],
-        env={**os.environ, "PATH": str(tmp_path), "CI": value, "work": str(tmp_path)},
+        env={**os.environ, "PATH": str(tmp_path), "CI": value, "work": str(tmp_path), "last_beside": ""},
         capture_output=True,
         text=True,
         check=False,
