@@ -212,15 +212,22 @@ class TorchFunctions(Settings):
     label = "{0[0].__name__}.{0[1]}"
 
     def __init__(self) -> None:
-        distributed, owners = sys.modules.get("torch.distributed"), []
+        distributed = sys.modules.get("torch.distributed")
+        self._owners: list[Any] = []
         if distributed is not None and distributed.is_available():
-            owners = [distributed, distributed.distributed_c10d, distributed.ProcessGroup]
-        members = [(owner, name, value) for owner in owners for name, value in vars(owner).items()]
-        self._members = [(owner, name) for owner, name, value in members if callable(value)]
+            self._owners = [distributed, distributed.distributed_c10d, distributed.ProcessGroup]
         super().__init__()
 
     def _values(self) -> dict[Any, Any]:
-        return {(owner, name): vars(owner).get(name) for owner, name in self._members}
+        return {owner: dict(vars(owner)) for owner in self._owners}
+
+    def _changed(self) -> list[tuple[Any, Any, Any]]:
+        return [
+            ((owner, name), old, now.get(name))
+            for owner, before, now in super()._changed()
+            for name, old in before.items()
+            if callable(old) and now.get(name) is not old
+        ]
 
     def _set(self, name: tuple[Any, str], value: Any) -> None:
         setattr(*name, value)

@@ -5,6 +5,7 @@ for the program alone, but for the modules that are imported already.
 """
 
 import atexit
+import builtins
 import ctypes
 import fcntl
 import gc
@@ -19,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import weakref
 from importlib.machinery import SourceFileLoader
 from multiprocessing import process as multiprocessing_process
 from pathlib import Path
@@ -128,6 +130,7 @@ def run(request: dict[str, Any]) -> None:
         main.__spec__, main.__package__ = spec, spec.parent
     try:
         exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), vars(main))
+        exit_when_all_is_cleared()
     except BaseException as error:
         if not isinstance(error, SystemExit):
             hide_these_frames()
@@ -297,10 +300,28 @@ def leave_modules(imported: dict[str, ModuleType]) -> None:
 
 
 def shorten_exit() -> None:
-    """Leave out, at a program's end, what takes half a second for torch: C++ unregisters each operator."""
+    """Leave out, at a program's end, what takes half a second for torch: unregistering each operator."""
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]  # in no stub
+        finalizer.atexit = False
     libc = ctypes.CDLL(None)
     libc.on_exit(libc._exit, None)  # in place of all functions that were registered before
     libc.on_exit(libc.fcloseall, None)  # called before that one
+
+
+def exit_when_all_is_cleared() -> None:
+    """Leave out what comes after all modules, which takes half of a program's end: every string is touched.
+
+    What is in `builtins` is destroyed last. The exit code, 0, is the last byte of the address of what is.
+    """
+    library: Any = ctypes.PyDLL(None)
+    library.PyCapsule_New.restype = ctypes.py_object
+    close, leave = (ctypes.cast(each, ctypes.c_void_p) for each in (library.fcloseall, library._exit))
+    closing = library.PyCapsule_New(1, None, close)
+    leaving = [library.PyCapsule_New(1, None, None)]
+    while id(leaving[-1]) % 256:
+        leaving.append(library.PyCapsule_New(1, None, None))
+    library.PyCapsule_SetDestructor(ctypes.py_object(leaving[-1]), leave)
+    vars(builtins).update({"closing": closing, "leaving": leaving.pop()})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from tests.process.fault_table import ALL, CELLS, LEFT_OUT, STRATEGIES, UNDISTUR
 QUICK = {
     Cell("rank 0", "raises", "while saving", "ddp_fork"),
     Cell("rank 1", "SIGKILL", "while saving", "ddp_fork"),
-    Cell("rank 1", "exits 3", "at teardown", "ddp_fork"),
     Cell("rank 0", "SIGSTOP", "mid-step", "ddp_fork"),
     Cell("main", "raises", "mid-step", "ddp_fork"),
     Cell("main", "SIGSTOP", "mid-step", "ddp_fork"),

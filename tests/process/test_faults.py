@@ -61,8 +61,6 @@ RERUN: set[Cell] = {
     (1, "raise", "before", "private"),
     (1, "kill", "step", "tcp"),
     (1, "_exit", "step", "private"),
-    (1, "exit", "sleep", "private"),
-    (0, "raise", "sleep", "private"),
     (0, "exit", "step", "tcp"),
 }
 PROGRAM = """

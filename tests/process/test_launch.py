@@ -24,7 +24,7 @@ from rankwise.process_group import init_process_group
 from rankwise.ranks import rank_zero_only
 from rankwise.strategies import DDPForkStrategy, DDPSpawnStrategy, DDPStrategy, Strategy
 from tests.helpers.parameters import first
-from tests.process.helpers import METHODS, RENDEZVOUS, WORLD, ddp
+from tests.process.helpers import RENDEZVOUS, WORLD, ddp
 
 MEGABYTE = 1 << 20
 VARIABLES = (
@@ -341,7 +341,7 @@ def everything_at_once(strategy: Strategy, tensors: Special, module: Tied) -> Fa
     }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", first(1, ["fork", "forkserver", "spawn"]))
 def test_everything_at_once(method: str) -> None:
     """Big values, tensors, state dicts, the user's own group; arguments are copies, no launch is nested."""
     strategy, module = ddp(method, "tcp"), Tied()

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.parameters import first
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import with_tests
 from tests.process.training_tasks import CountingStrategy, train_twenty_steps
@@ -19,15 +20,12 @@ SCRIPT = """
         torch.save(state, sys.argv[1])
 """
 
-METHODS = ("popen", "spawn", "fork", "forkserver")
+METHODS = ("fork", "popen", "spawn", "forkserver")
 
 
 @pytest.mark.parametrize(
     ("start_method", "accumulate"),
-    [
-        *(pytest.param(method, 1, marks=[pytest.mark.soak] * (method == "spawn")) for method in METHODS),
-        *(pytest.param(method, 4, marks=[pytest.mark.soak] * (method != "fork")) for method in METHODS),
-    ],
+    [*first(2, [(method, 1) for method in METHODS]), *first(1, [(method, 4) for method in METHODS])],
 )
 def test_two_ranks_train_as_one(
     start_method: str, accumulate: int, run_script: ScriptRunner, tmp_path: Path

@@ -59,7 +59,7 @@ def series(*, few: int, many: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("options", [short, long])
 
 
-@series(few=2, many=500)
+@series(few=1, many=500)
 def test_programs_equal_a_loop_by_hand(options: settings, tmp_path: Path) -> None:
     """Parameters, buffers, optimizer state, metrics and predictions are those of one process, to 1e-12."""
     with ranks_of_many_sizes(tmp_path) as ranks_of:

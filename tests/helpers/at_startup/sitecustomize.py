@@ -1,4 +1,4 @@
-"""Compares the ranks at the end of each fit, and imports torch faster, in every Python process of the tests.
+"""Compares the ranks at the end of each fit, and imports some modules faster, in every process of the tests.
 
 Python imports a module of this name at its start; tests/conftest.py puts this folder into PYTHONPATH.
 """
@@ -19,10 +19,10 @@ _LOOP = "rankwise.trainer.loops.fit"
 
 
 class _Finder:
-    """Finds torch and the module of the training loop as other finders do."""
+    """Finds torch, torchmetrics and the module of the training loop as other finders do."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name not in ("torch", _LOOP):
+        if name not in (*_FASTER, _LOOP):
             return None
         others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
         spec: Any = next(filter(None, others))
@@ -37,9 +37,9 @@ class _Loader:
         self._plain = plain
 
     def exec_module(self, module: Any) -> None:
-        if module.__name__ == "torch":
+        if load := _FASTER.get(module.__name__):
             module.__loader__ = module.__spec__.loader = self._plain
-            _load_without_collections(self._plain, module)
+            load(self._plain, module)
         else:
             self._plain.exec_module(module)
             _compare_after_fits(module.FitLoop)
@@ -56,6 +56,21 @@ def _load_without_collections(loader: Any, module: Any) -> None:
     if was_enabled:
         gc.freeze()
         gc.enable()
+
+
+def _load_without_scipy(loader: Any, module: Any) -> None:
+    """Import it with an empty module in place of scipy.signal, to which it would only add a name."""
+    empty = type(sys)("scipy.signal")
+    vars(empty)["hamming"] = None
+    is_ours = sys.modules.setdefault("scipy.signal", empty) is empty
+    try:
+        loader.exec_module(module)
+    finally:
+        if is_ours:
+            del sys.modules["scipy.signal"]
+
+
+_FASTER = {"torch": _load_without_collections, "torchmetrics": _load_without_scipy}
 
 
 def _compare_after_fits(loop_class: Any) -> None:

@@ -19,7 +19,7 @@ from rankwise.callbacks import (
     ModelCheckpoint,
     TQDMProgressBar,
 )
-from tests.helpers.parameters import in_turn
+from tests.helpers.parameters import first, in_turn
 from tests.unit.gradient_sync.helpers import FEATURES, fit_alone, fit_on_ranks, loss_of
 
 STEPS, EPOCHS = 4, 2
@@ -122,7 +122,7 @@ CASES: dict[str, tuple[type[Tuned], Callback]] = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("case", "ranks"), in_turn(CASES, [1]) + in_turn(CASES, [2, 3]))
+@pytest.mark.parametrize(("case", "ranks"), first(5, in_turn(CASES, [1]) + in_turn(CASES, [2, 3])))
 def test_resumed_after_each_step(case: str, ranks: int, tmp_path: Path) -> None:
     """The result is that of the run that was not interrupted, to the bit on one rank."""
     make, callback = CASES[case]
