@@ -316,12 +316,11 @@ def exit_when_all_is_cleared() -> None:
     library: Any = ctypes.PyDLL(None)
     library.PyCapsule_New.restype = ctypes.py_object
     close, leave = (ctypes.cast(each, ctypes.c_void_p) for each in (library.fcloseall, library._exit))
-    closing = library.PyCapsule_New(1, None, close)
     leaving = [library.PyCapsule_New(1, None, None)]
     while id(leaving[-1]) % 256:
         leaving.append(library.PyCapsule_New(1, None, None))
     library.PyCapsule_SetDestructor(ctypes.py_object(leaving[-1]), leave)
-    vars(builtins).update({"closing": closing, "leaving": leaving.pop()})
+    vars(builtins).update({"closing": library.PyCapsule_New(1, None, close), "leaving": leaving.pop()})
 
 
 if __name__ == "__main__":

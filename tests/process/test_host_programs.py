@@ -26,11 +26,7 @@ cases = cases_of(host_cases)
 
 @pytest.mark.parametrize(
     ("situation", "method"),
-    combinations(
-        ("timeout", *UNKNOWN),
-        ALL_METHODS,
-        quick=[("ignored", "fork"), ("reaped", "elastic-fork")],
-    ),
+    combinations(("timeout", *UNKNOWN), ALL_METHODS, quick=[("ignored", "fork"), ("reaped", "elastic-fork")]),
 )
 def test_a_good_job_and_a_killed_rank(situation: str, method: str, cases: Cases) -> None:
     """A default timeout for sockets ends no channel; a rank whose exit code is unknown is good when done.

@@ -166,22 +166,3 @@ def test_markers_without_effect(source: str, reason: str, run_script: ScriptRunn
     result = run_script(PYTEST, str(path))
     assert result.returncode != 0, result
     assert reason in result.stdout + result.stderr, result
-
-
-@pytest.mark.soak
-def test_fifty(run_script: ScriptRunner) -> None:
-    """Fifty tests on two ranks take less than a minute."""
-    path = run_script.write(
-        """
-        import pytest
-        import torch.distributed as dist
-
-        @pytest.mark.distributed
-        @pytest.mark.parametrize("number", range(50))
-        def test_it(number): dist.barrier()
-        """,
-        "test_it.py",
-    )
-    result = run_script(PYTEST, str(path))
-    assert "50 passed" in result.stdout, result
-    assert result.elapsed < 60, result

@@ -72,14 +72,7 @@ def test_who_is_missing(
         (Heartbeat(-1, 6.0, False, "running"), "Connection closed by peer", 0.5, (1, 3)),
         (Heartbeat(-1, 10.2, True, "all_reduce"), GAVE_UP, 3.2, (1, 3)),
     ],
-    ids=[
-        "waited as long",
-        "in torch's own collective",
-        "felt the other give up",
-        "felt it in torch's own",
-        "came too late",
-        "waited later",
-    ],
+    ids=["waited", "in torch's own", "felt the other", "felt it in torch's own", "too late", "waited later"],
 )
 def test_who_has_given_up_just_as_well(
     workers: list[MonitoredRank],

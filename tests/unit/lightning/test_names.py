@@ -20,6 +20,14 @@ from rankwise.trainer.state import TrainerFn
 PACKAGE = "rankwise.lightning"
 COLLECTIVES = "AllGatherGrad all_gather_ddp_if_available gather_all_tensors sync_ddp sync_ddp_if_available"
 
+SAME_NAMES = [
+    *(("", "Trainer"), ("", "Fabric"), ("", "Callback"), ("", "seed_everything")),
+    *((".pytorch", "Trainer"), (".fabric", "Fabric"), (".fabric.strategies", "DDPStrategy")),
+    *((".utilities.rank_zero", "rank_zero_only"), (".utilities", "rank_zero_info")),
+    *((".fabric", "seed_everything"), (".fabric.utilities.seed", "seed_everything")),
+    (".plugins.environments", "ClusterEnvironment"),
+]
+
 
 @pytest.mark.parametrize(
     ("module", "name", "own"),
@@ -28,28 +36,21 @@ COLLECTIVES = "AllGatherGrad all_gather_ddp_if_available gather_all_tensors sync
         ("", "LightningDataModule", rankwise.DataModule),
         (".core.datamodule", "LightningDataModule", rankwise.DataModule),
         (".pytorch.utilities.combined_loader", "CombinedLoader", rankwise.data.CombinedLoader),
-        ("", "Trainer", rankwise.Trainer),
-        ("", "Fabric", rankwise.Fabric),
-        (".fabric", "Fabric", rankwise.Fabric),
-        ("", "Callback", rankwise.Callback),
-        ("", "seed_everything", rankwise.seed_everything),
-        (".pytorch", "Trainer", rankwise.Trainer),
         (".pytorch.callbacks", "Timer", rankwise.callbacks.Timer),
         (".callbacks.early_stopping", "EarlyStopping", rankwise.callbacks.EarlyStopping),
         (".callbacks.progress.tqdm_progress", "TQDMProgressBar", rankwise.callbacks.TQDMProgressBar),
         (".core.module", "LightningModule", rankwise.TrainingModule),
-        (".utilities.rank_zero", "rank_zero_only", rankwise.rank_zero_only),
-        (".utilities", "rank_zero_info", rankwise.rank_zero_info),
-        (".fabric", "seed_everything", rankwise.seed_everything),
-        (".fabric.utilities.seed", "seed_everything", rankwise.seed_everything),
-        (".fabric.strategies", "DDPStrategy", rankwise.DDPStrategy),
         (".callbacks.lr_finder", "LearningRateFinder", rankwise.callbacks.LearningRateFinder),
         (".loggers", "WandbLogger", rankwise.loggers.WandbLogger),
         (".loggers.tensorboard", "TensorBoardLogger", rankwise.loggers.TensorBoardLogger),
-        (".plugins.environments", "ClusterEnvironment", rankwise.ClusterEnvironment),
         (".pytorch.trainer.states", "TrainerFn", TrainerFn),
         (".plugins.environments.slurm_environment", "SLURMEnvironment", SlurmEnvironment),
         (".fabric.plugins.io.checkpoint_io", "CheckpointIO", rankwise.checkpoint.CheckpointIO),
+        *(
+            ("", name, getattr(rankwise, name))
+            for name in ("Trainer", "Fabric", "Callback", "seed_everything")
+        ),
+        *((module, name, getattr(rankwise, name)) for module, name in SAME_NAMES),
         *((".utilities.distributed", name, getattr(process_group, name)) for name in COLLECTIVES.split()),
         (".utilities.distributed", "register_ddp_comm_hook", rankwise.gradient_sync.register_ddp_comm_hook),
     ],
