@@ -362,16 +362,17 @@ class _Exchange:
 
     def _is_done(self, work: Any) -> bool:
         """Wait a moment; return whether the exchange is over, and raise how it failed."""
+        with suppress(RuntimeError):
+            return bool(work.wait(timedelta(seconds=_LOOK_S)))
+        if not work.is_completed():
+            return False
         try:
-            work.wait(timedelta(seconds=_LOOK_S))
+            return bool(work.wait())  # it may have ended well, just after that wait
         except RuntimeError as error:
-            if not work.is_completed():
-                return False
             if self._store.check(["outcome"]):  # then the other rank has left the group
                 self._raise_for_outcome()
             # A rank that has ended looks the same; torch's words say that this may be a consequence.
             raise RuntimeError(f"{error} (while {self._what()})") from None
-        return True
 
     def _raise(self, problem: str) -> NoReturn:
         """Raise this rank's own finding, whatever the store says; tell the others, if that is possible."""

@@ -1,7 +1,9 @@
 """The comparison of a new group's ranks ends for all of them together."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -51,6 +53,33 @@ def test_a_rank_that_does_not_compare() -> None:
     (first, _), groups = connected()
     first._deadline = 0.0
     refused(RendezvousTimeoutError, "one of them hangs", first.compare, groups[0])
+
+
+class EndsLate:
+    """A group whose exchange ends just after a wait for it has run out of time."""
+
+    def __init__(self, group: Any, begin: Callable[[], None]) -> None:
+        self.options, self._group, self._begin = group.options, group, begin
+
+    def alltoall_base(self, *arguments: Any) -> Any:
+        self._work = self._group.alltoall_base(*arguments)
+        self.is_completed = self._work.is_completed
+        return self
+
+    def wait(self, *limit: timedelta) -> Any:
+        try:
+            return self._work.wait(*limit)
+        except RuntimeError:
+            self._begin()
+            while not self.is_completed():
+                pass
+            raise
+
+
+def test_an_exchange_that_ends_just_after_a_wait() -> None:
+    """It has ended well."""
+    (first, last), groups = connected()
+    first.compare(EndsLate(groups[0], partial(last.compare, groups[1])))
 
 
 def test_a_rank_that_has_left_the_group() -> None:
