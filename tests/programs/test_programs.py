@@ -2,6 +2,7 @@
 
 import pickle
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,17 +60,17 @@ def series(*, few: int, many: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("options", [short, long])
 
 
+def for_each(drawn: Any, check_one: Callable[[Any], None], options: settings) -> None:
+    """Check each of what hypothesis draws."""
+    every: Any = options(given(drawn)(check_one))
+    every()
+
+
 @series(few=1, many=500)
 def test_programs_equal_a_loop_by_hand(options: settings, tmp_path: Path) -> None:
     """Parameters, buffers, optimizer state, metrics and predictions are those of one process, to 1e-12."""
     with ranks_of_many_sizes(tmp_path) as ranks_of:
-
-        @options
-        @given(programs())
-        def check_one(program: Program) -> None:
-            check(program, ranks_of, tmp_path)
-
-        check_one()
+        for_each(programs(), lambda program: check(program, ranks_of, tmp_path), options)
 
 
 @pytest.mark.parametrize("name", FOUND)
@@ -82,13 +83,8 @@ def test_programs_that_have_failed(name: str, tmp_path: Path) -> None:
 @series(few=1, many=60)
 def test_state_comes_back_to_the_caller(options: settings, tmp_path: Path) -> None:
     """The same where each stage runs in forked processes, of the process that has called it."""
-
-    @options
-    @given(programs((2, 3), shuffles=False, draws=False))
-    def check_one(program: Program) -> None:
-        check_forked(program, tmp_path)
-
-    check_one()
+    drawn = programs((2, 3), shuffles=False, draws=False)
+    for_each(drawn, lambda program: check_forked(program, tmp_path), options)
 
 
 @series(few=3, many=60)
@@ -99,13 +95,7 @@ def test_processes_of_a_script_equal_a_loop_by_hand(
 ) -> None:
     """The same in processes that remain between the stages: of a script that is run again, or of torchrun."""
     drawn: list[Program] = []
-
-    @options
-    @given(programs((2,)))
-    def draw_one(program: Program) -> None:
-        drawn.append(replace(program, jobs=program.jobs[:1]))
-
-    draw_one()
+    for_each(programs((2,)), lambda program: drawn.append(replace(program, jobs=program.jobs[:1])), options)
     (tmp_path / "programs.pkl").write_bytes(pickle.dumps(drawn))
     command = [sys.executable, *LAUNCHERS[launcher], str(Path(script.__file__)), str(tmp_path)]
     result = run_script.command(command, env=with_tests(), timeout=60 + 10 * len(drawn), siblings=2)
@@ -117,13 +107,11 @@ def test_processes_of_a_script_equal_a_loop_by_hand(
 @series(few=10, many=500)
 def test_loops_equal_one_process(options: settings, tmp_path: Path) -> None:
     """Without a Trainer, parameters and optimizer state of one to three modules are those of one process."""
+
+    def check_one(loop: Loop) -> None:
+        expected = run_by_hand(loop)
+        for rank, found in enumerate(ranks_of(loop.world_size).run(run_on_rank, loop)):
+            assert differences(found, expected, f"rank {rank}") == []
+
     with ranks_of_many_sizes(tmp_path) as ranks_of:
-
-        @options
-        @given(loops())
-        def check_one(loop: Loop) -> None:
-            expected = run_by_hand(loop)
-            for rank, found in enumerate(ranks_of(loop.world_size).run(run_on_rank, loop)):
-                assert differences(found, expected, f"rank {rank}") == []
-
-        check_one()
+        for_each(loops(), check_one, options)
