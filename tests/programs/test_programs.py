@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.strategies import SearchStrategy
 
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import with_tests
@@ -60,10 +61,9 @@ def series(*, few: int, many: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("options", [short, long])
 
 
-def for_each(drawn: Any, check_one: Callable[[Any], None], options: settings) -> None:
+def for_each(drawn: SearchStrategy[Any], check_one: Callable[[Any], None], options: settings) -> None:
     """Check each of what hypothesis draws."""
-    every: Any = options(given(drawn)(check_one))
-    every()
+    options(given(drawn)(check_one))()
 
 
 @series(few=1, many=500)
