@@ -16,7 +16,7 @@ from tests.process.helpers import with_tests
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(220)]
 
 
-@pytest.mark.soak  # test_two_nodes does the same, with one rank on each
+@pytest.mark.soak  # test_two_nodes trains so, with one rank on each
 def test_one_node(run_script: ScriptRunner) -> None:
     """Two ranks of one torchrun train."""
     command = ["bash", str(EXAMPLES / "torchrun" / "one_node.sh"), *BRIEF]

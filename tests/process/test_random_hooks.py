@@ -18,18 +18,9 @@ from tests.helpers.parameters import first
 from tests.process.training_tasks import Regression, loader, saving_each_step, step_by_hand, trainer_on
 
 STEP_HOOKS = (
-    "on_train_start",
-    "on_train_epoch_start",
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-    "on_train_epoch_end",
-    "on_validation_start",
-    "on_validation_epoch_end",
-    "on_save_checkpoint",
+    *("on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad"),
+    *("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end"),
+    *("on_train_epoch_end", "on_validation_start", "on_validation_epoch_end", "on_save_checkpoint"),
 )
 
 
