@@ -131,6 +131,7 @@ def test_a_step_of_two_tasks_on_one_node(user: User) -> None:
     assert "listen on loopback only" in result.stdout, result
 
 
+@pytest.mark.soak
 def test_devices_that_are_not_there(user: User) -> None:
     """A step of two tasks asked for three processes each is an error on every rank, with both numbers."""
     result = user.run("srun", "--ntasks=2", "python", str(DIGITS), "--devices", "3")

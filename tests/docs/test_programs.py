@@ -180,7 +180,8 @@ CHECK = """
 """
 
 
-@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.soak), 1], ids=["commands", "own"])
+@pytest.mark.soak  # the next test has the second one
+@pytest.mark.parametrize("number", [0, 1], ids=["commands", "own"])
 def test_launchers(run_script: ScriptRunner, tmp_path: Path, number: int) -> None:
     """Each runs a function on two ranks; there are no others. For ssh, a script runs the command here."""
     assert len(LAUNCHERS) == 2
