@@ -129,12 +129,12 @@ def test_launchers(start_method: str) -> None:
 @pytest.mark.parametrize(
     ("check", "kind", "problems"),
     first(
-        3,
+        4,
         [
+            (check_strategy, KeysOfTheWrapper, ["get_module_state_dict has the module's own keys"]),
             (check_strategy, SummedByDefault, ["all_reduce averages by default"]),
             (check_strategy, ClippedTooEarly, ["1 microbatches in a step and gradients clipped to 0.05"]),
             (check_launcher, Launcherless, ["runs once as each", "process of its own", "is a WorkerError"]),
-            (check_strategy, KeysOfTheWrapper, ["get_module_state_dict has the module's own keys"]),
             (check_strategy, ApartAtTheEnd, ["1 microbatches in a step ends with the same weights on every"]),
             (check_launcher, SharedMemory, ["each rank has memory of its own"]),
         ],
