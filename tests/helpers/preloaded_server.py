@@ -309,15 +309,15 @@ def shorten_exit() -> None:
 
 
 def exit_when_all_is_cleared() -> None:
-    """Leave out what comes after all modules, which takes half of a program's end: every string is touched.
+    """Let the program end with exit code 0 as soon as Python has cleared all modules, in half of the time.
 
-    What is in `builtins` is destroyed last. The exit code, 0, is the last byte of the address of what is.
+    It destroys `builtins` last: an object there has C's `_exit` as destructor, which is given its address.
     """
     library: Any = ctypes.PyDLL(None)
     library.PyCapsule_New.restype = ctypes.py_object
     close, leave = (ctypes.cast(each, ctypes.c_void_p) for each in (library.fcloseall, library._exit))
     leaving = [library.PyCapsule_New(1, None, None)]
-    while id(leaving[-1]) % 256:
+    while id(leaving[-1]) % 256:  # of the exit code only the last byte counts
         leaving.append(library.PyCapsule_New(1, None, None))
     library.PyCapsule_SetDestructor(ctypes.py_object(leaving[-1]), leave)
     vars(builtins).update({"closing": library.PyCapsule_New(1, None, close), "leaving": leaving.pop()})
