@@ -5,7 +5,6 @@ for the program alone, but for the modules that are imported already.
 """
 
 import atexit
-import builtins
 import ctypes
 import fcntl
 import gc
@@ -130,7 +129,6 @@ def run(request: dict[str, Any]) -> None:
         main.__spec__, main.__package__ = spec, spec.parent
     try:
         exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), vars(main))
-        exit_when_all_is_cleared()
     except BaseException as error:
         if not isinstance(error, SystemExit):
             hide_these_frames()
@@ -306,21 +304,6 @@ def shorten_exit() -> None:
     libc = ctypes.CDLL(None)
     libc.on_exit(libc._exit, None)  # in place of all functions that were registered before
     libc.on_exit(libc.fcloseall, None)  # called before that one
-
-
-def exit_when_all_is_cleared() -> None:
-    """Let the program end with exit code 0 as soon as Python has cleared all modules, in half of the time.
-
-    It destroys `builtins` last: an object there has C's `_exit` as destructor, which is given its address.
-    """
-    library: Any = ctypes.PyDLL(None)
-    library.PyCapsule_New.restype = ctypes.py_object
-    close, leave = (ctypes.cast(each, ctypes.c_void_p) for each in (library.fcloseall, library._exit))
-    leaving = [library.PyCapsule_New(1, None, None)]
-    while id(leaving[-1]) % 256:  # of the exit code only the last byte counts
-        leaving.append(library.PyCapsule_New(1, None, None))
-    library.PyCapsule_SetDestructor(ctypes.py_object(leaving[-1]), leave)
-    vars(builtins).update({"closing": library.PyCapsule_New(1, None, close), "leaving": leaving.pop()})
 
 
 if __name__ == "__main__":
