@@ -23,12 +23,8 @@ from tests.mutation.worker import TEST_VARIABLE
 
 SERVER = Path(__file__).with_name("preloaded_server.py")
 REPOSITORY = Path(__file__).parents[2]
-TORCH = ("torch", "torch.distributed", "torch._dynamo", "lightning_utilities")
-"""What nearly every program of the tests imports.
-
-`rankwise` is not among it: it records the working directory when it is imported, and connects a rank that is
-run again. It takes a third of a second.
-"""
+TORCH = ("torch", "torch.distributed", "torch._dynamo", "lightning_utilities", "rankwise")
+"""What nearly every program of the tests imports; `rankwise` as `kept_modules.py` says."""
 
 _READ_AT_START = re.compile(
     # Python and coverage read these when an interpreter starts, the C library when a program does,

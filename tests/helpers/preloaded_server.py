@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from tests.helpers import huge_pages
+from tests.helpers import huge_pages, kept_modules
 
 _LONGEST_REQUEST = 1 << 20
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x20000, 0x4000000, 0x40000000  # clone(2)
@@ -313,7 +313,10 @@ if __name__ == "__main__":
     here, imported = set(sys.modules), dict[str, ModuleType]()
     atexit.register(leave_modules, imported)  # is called after what the modules register
     for name in sys.argv[2:]:
-        importlib.import_module(name)
+        if name == "rankwise":
+            sys.meta_path.insert(0, kept_modules.KeptModules())
+        else:
+            importlib.import_module(name)
     imported.update({name: module for name, module in sys.modules.items() if name not in here})
     shorten_exit()
     gc.enable()

@@ -221,9 +221,9 @@ class Options(TypedDict, total=False):
         stdin: what the program can read.
         fresh: whether an interpreter of its own runs it. By default a Python file is a fork of one that has
             imported `preload`, if there are no flags, and `env` changes nothing that an interpreter or torch
-            reads when it starts. That differs in `sys.modules`, in the parent process, in what the garbage
-            collector looks at and the end clears (not what was imported already), in C++'s functions at exit,
-            which are not called, and in a frame below the program's own.
+            reads when it starts. That differs in `sys.modules`, `sys.meta_path`, the parent process, in what
+            the garbage collector looks at and the end clears (not what was imported already), in C++'s
+            functions at exit, which are not called, and in a frame below the program's own.
         preload: names of modules; there is one interpreter for each such tuple.
         siblings: how many processes to fork for the Python files and modules that the program will start by
             `subprocess`, as `strategy="ddp"` and torchrun do: importing torch anew takes seconds. The

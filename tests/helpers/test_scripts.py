@@ -35,6 +35,12 @@ def test_a_result_comes_back(run_script: ScriptRunner) -> None:
 STATE = """
     import gc, json, os, random, signal, sys, threading, warnings
     import torch, torch._dynamo
+    from lightning_utilities.core.rank_zero import rank_zero_only
+
+    has_rank = hasattr(rank_zero_only, "rank")
+    os.environ["RANK"] = "3"
+    import rankwise.fabric, rankwise.launchers.script
+    from rankwise import Trainer, seed, start
 
     main = vars(sys.modules["__main__"])
     print(json.dumps({
@@ -47,7 +53,10 @@ STATE = """
         "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         "streams": [str(sys.stdin), str(sys.stdout), sys.stdout.line_buffering, sys.stdin.seekable()],
         "flags": [str(sys.flags), sys.warnoptions, sys._xoptions, sys.getrecursionlimit(), gc.isenabled()],
-        "hooks": [sys.excepthook is sys.__excepthook__, len(sys.meta_path), threading.active_count()],
+        "hooks": [sys.excepthook is sys.__excepthook__, threading.active_count()],
+        "rankwise": sorted(name for name in sys.modules if name.startswith("rankwise")),
+        "recorded": [has_rank, rank_zero_only.rank, start.WORKING_DIRECTORY],
+        "random state": seed.AT_IMPORT["python"] == random.getstate(),
         "filters": list(map(str, warnings.filters)),
         "torch": [torch.get_num_threads(), torch.is_grad_enabled(), str(torch.get_default_dtype())],
     }))
@@ -57,7 +66,7 @@ STATE = """
 NOT_COMPARED = (processes.MARKER, "TORCHINDUCTOR_CACHE_DIR")  # the latter is set by torch._dynamo's import
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_a_fork_is_as_an_interpreter_of_its_own(run_script: ScriptRunner) -> None:
     """What a program finds does not tell whether it was forked; random numbers are each program's own."""
     results = [run_script(STATE, *NOT_COMPARED, fresh=fresh) for fresh in (True, False, False)]

@@ -23,7 +23,7 @@ OTHERS = ("rankwise_ddp", "rankwise_ddp_spawn", "rankwise_ddp_forkserver")
 STRATEGIES = ["rankwise_ddp_fork", *(pytest.param(name, marks=SOAK) for name in OTHERS)]
 STARTS = [*STRATEGIES, pytest.param(TORCHRUN, marks=SOAK)]
 """What starts the two ranks: a strategy, or torchrun. The default is the fastest."""
-IMPORTED = ("torch._dynamo", "lightning.pytorch")
+IMPORTED = ("torch._dynamo", "lightning.pytorch", "rankwise")
 
 
 def start(
