@@ -67,44 +67,32 @@ class PlugLogger(Logger):
     def log_hyperparams(self, params, metrics=None):
         pass
 """
-WORKING = """
-[rankwise.strategies]
-DDP_Plug = plug:Plug
-more = plug:aliases
-[rankwise.environments]
-plugenv = plug:PlugEnvironment
-[rankwise.comm_hooks]
-Halve = plug:halve
-halve_named = plug:halve_named
-[rankwise.loggers]
-plug_log = plug:PlugLogger
-"""
-BROKEN = """
-[rankwise.strategies]
-ddp_gone = plug:Gone
-ddp_licence = plug_licence:Plug
-ddp_factory = plug:no_aliases
-[rankwise.environments]
-gone = plug:Gone
-other_name = plug:PlugEnvironment
-number = plug:__name__
-[rankwise.comm_hooks]
-gone = plug:Gone
-no_hook = plug:aliases
-[rankwise.loggers]
-gone = plug:Gone
-no_logger = plug:__name__
-"""
-SHADOWED = """
-[rankwise.strategies]
-DDP_Spawn = plug:Plug
-[rankwise.environments]
-slurm = plug:PlugEnvironment
-[rankwise.comm_hooks]
-noop = plug:halve
-[rankwise.loggers]
-csv = plug:PlugLogger
-"""
+
+
+def entry_points(**groups: str) -> str:
+    """Return the text of a file of entry points, which are `name=target` with spaces between them."""
+    lines = [f"[rankwise.{group}]\n{entries}\n" for group, entries in groups.items()]
+    return "".join(lines).replace(" ", "\n").replace("=", " = ")
+
+
+WORKING = entry_points(
+    strategies="DDP_Plug=plug:Plug more=plug:aliases",
+    environments="plugenv=plug:PlugEnvironment",
+    comm_hooks="Halve=plug:halve halve_named=plug:halve_named",
+    loggers="plug_log=plug:PlugLogger",
+)
+BROKEN = entry_points(
+    strategies="ddp_gone=plug:Gone ddp_licence=plug_licence:Plug ddp_factory=plug:no_aliases",
+    environments="gone=plug:Gone other_name=plug:PlugEnvironment number=plug:__name__",
+    comm_hooks="gone=plug:Gone no_hook=plug:aliases",
+    loggers="gone=plug:Gone no_logger=plug:__name__",
+)
+SHADOWED = entry_points(
+    strategies="DDP_Spawn=plug:Plug",
+    environments="slurm=plug:PlugEnvironment",
+    comm_hooks="noop=plug:halve",
+    loggers="csv=plug:PlugLogger",
+)
 
 
 def install(folder: Path, entry_points: str) -> None:

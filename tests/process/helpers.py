@@ -17,7 +17,6 @@ import pytest
 import torch.distributed as dist
 
 from rankwise.strategies import DDPStrategy
-from tests.helpers.preloaded import TORCH
 from tests.helpers.processes import MARKER
 from tests.helpers.scripts import ScriptResult, ScriptRunner
 
@@ -126,9 +125,7 @@ class Cases:
     ) -> list[ScriptResult]:
         """Run a function in several processes at once, each with variables of its own."""
         path = Path(str(self.module.__file__))
-        # A sibling takes its place in the job when rankwise is imported.
-        preload = TORCH if siblings else (*TORCH, self.module.__name__)
-        start = partial(self.run_script.start, path, *command, preload=preload, siblings=siblings)
+        start = partial(self.run_script.start, path, *command, siblings=siblings)
         running = [start(env=with_tests(each)) for each in variables]
         return [each.finish() for each in running]
 

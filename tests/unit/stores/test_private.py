@@ -93,30 +93,19 @@ def test_check_count_and_delete() -> None:
     assert store.num_keys() == 0
 
 
-def test_waiting_is_answered_when_all_is_there() -> None:
-    """A wait is answered once, by the request that sets its last key, or at once where all are set."""
-    table = StoreTable()
-    answers = ask(table, b"wait", b"one", b"two")
-    ask(table, b"set", b"one", b"")
-    assert answers == []
-    ask(table, b"add", b"two", b"1")
-    assert answers == [b""]
-    ask(table, b"set", b"two", b"")
-    assert answers == [b""]
-    assert ask(table, b"wait", b"one", b"two") == [b""]
-    assert ask(table, b"wait") == [b""]
-
-
-def test_a_key_that_is_deleted_is_waited_for_again() -> None:
-    """A wait is answered when all of its keys are set at the same time."""
+def test_a_wait_is_answered_when_all_is_there() -> None:
+    """Once, by the request that sets the last of its keys, or at once; what is deleted is waited for anew."""
     table = StoreTable()
     answers = ask(table, b"wait", b"one", b"two")
     ask(table, b"set", b"one", b"")
     ask(table, b"delete", b"one")
-    ask(table, b"set", b"two", b"")
+    ask(table, b"add", b"two", b"1")
     assert answers == []
     ask(table, b"set", b"one", b"")
     assert answers == [b""]
+    ask(table, b"set", b"two", b"")
+    assert answers == [b""]
+    assert ask(table, b"wait", b"one", b"two") == ask(table, b"wait") == [b""]
 
 
 def test_several_wait_for_one_key() -> None:

@@ -34,42 +34,33 @@ from tests.unit.trainer.helpers import trainer
 NODES = {"NODE_RANK": "0", "NNODES": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("max_epochs", -2), ("max_steps", -2), ("min_epochs", -1), ("limit_train_batches", 1.5)),
-        *(("limit_val_batches", -1), ("limit_test_batches", -0.1), ("limit_predict_batches", math.nan)),
-        *(("fast_dev_run", -1), ("check_val_every_n_epoch", 0), ("accumulate_grad_batches", 0)),
-        *(("gradient_clip_val", -1), ("gradient_clip_algorithm", "size"), ("log_every_n_steps", 0)),
-        *(("devices", 0), ("devices", -2), ("devices", [0, 0]), ("num_nodes", 0)),
-        *(("enable_checkpointing", "yes"), ("enable_progress_bar", "no"), ("use_distributed_sampler", None)),
-        *(("on_nonfinite", "stop"), ("uneven_inputs", "joint"), ("deterministic", "maybe")),
-        *(("benchmark", "yes"), ("sync_batchnorm", 2), ("num_sanity_val_steps", -2)),
-        *(("model_registry", "name"), ("min_steps", -1), ("overfit_batches", 1.5), ("inference_mode", None)),
-        *(("val_check_interval", 0), ("val_check_interval", "ten minutes")),
-        *(("val_check_interval", {"minute": 1}), ("val_check_interval", timedelta(seconds=-1))),
-    ],
-)
-def test_impossible_values(tmp_path: Path, name: str, value: Any) -> None:
-    """A value out of range is refused, naming the argument."""
-    with pytest.raises(InvalidArgumentError) as caught:
-        trainer(tmp_path, **{name: value})
-    assert caught.value.argument == name
+IMPOSSIBLE: list[tuple[str, Any]] = [
+    *(("max_epochs", -2), ("max_steps", -2), ("min_epochs", -1), ("limit_train_batches", 1.5)),
+    *(("limit_val_batches", -1), ("limit_test_batches", -0.1), ("limit_predict_batches", math.nan)),
+    *(("fast_dev_run", -1), ("check_val_every_n_epoch", 0), ("accumulate_grad_batches", 0)),
+    *(("gradient_clip_val", -1), ("gradient_clip_algorithm", "size"), ("log_every_n_steps", 0)),
+    *(("devices", 0), ("devices", -2), ("devices", [0, 0]), ("num_nodes", 0)),
+    *(("enable_checkpointing", "yes"), ("enable_progress_bar", "no"), ("use_distributed_sampler", None)),
+    *(("on_nonfinite", "stop"), ("uneven_inputs", "joint"), ("deterministic", "maybe")),
+    *(("benchmark", "yes"), ("sync_batchnorm", 2), ("num_sanity_val_steps", -2)),
+    *(("model_registry", "name"), ("min_steps", -1), ("overfit_batches", 1.5), ("inference_mode", None)),
+    *(("val_check_interval", 0), ("val_check_interval", "ten minutes")),
+    *(("val_check_interval", {"minute": 1}), ("val_check_interval", timedelta(seconds=-1))),
+]
+WRONG_KINDS: list[tuple[str, Any]] = [
+    *(("max_epochs", "3"), ("max_epochs", True), ("max_steps", 2.0), ("limit_train_batches", "all")),
+    *(("accumulate_grad_batches", None), ("gradient_clip_val", "1"), ("precision", 3.5), ("strategy", 3)),
+    *(("strategy", DDPSpawnStrategy), ("plugins", [3]), ("callbacks", [print])),
+    *(("callbacks", EarlyStopping), ("logger", 3), ("devices", 1.5)),
+    *(("overfit_batches", True), ("num_sanity_val_steps", True)),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("max_epochs", "3"), ("max_epochs", True), ("max_steps", 2.0), ("limit_train_batches", "all")),
-        *(("accumulate_grad_batches", None), ("gradient_clip_val", "1"), ("precision", 3.5), ("strategy", 3)),
-        *(("strategy", DDPSpawnStrategy), ("plugins", [3]), ("callbacks", [print])),
-        *(("callbacks", EarlyStopping), ("logger", 3), ("devices", 1.5)),
-        *(("overfit_batches", True), ("num_sanity_val_steps", True)),
-    ],
-)
-def test_wrong_kinds(tmp_path: Path, name: str, value: Any) -> None:
-    """A value of a wrong type is refused, naming the argument; a class says that an instance is meant."""
-    with pytest.raises(InvalidTypeError) as caught:
+@pytest.mark.parametrize(("name", "value"), [*IMPOSSIBLE, *WRONG_KINDS])
+def test_refused_values(tmp_path: Path, name: str, value: Any) -> None:
+    """A value out of range or of a wrong type is refused, naming the argument."""
+    error = InvalidTypeError if (name, value) in WRONG_KINDS else InvalidArgumentError
+    with pytest.raises(error) as caught:
         trainer(tmp_path, **{name: value})
     assert caught.value.argument == name
     if value is DDPSpawnStrategy:
