@@ -193,13 +193,9 @@ def test_contradictions_are_refused(cls: type[ClusterEnvironment], changes: str)
 @pytest.mark.parametrize(
     ("variables", "name"),
     [
-        ({}, "local"),
-        (plain(), "plain"),
-        (TORCHRUN, "torchelastic"),
-        ({**plain(), **TORCHRUN}, "torchelastic"),
-        ({"LOCAL_RANK": "0"}, "local"),
-        ({"NODE_RANK": "0", "LOCAL_RANK": "0"}, "local"),
-        ({ENVIRONMENT_VARIABLE: ""}, "local"),
+        *(({}, "local"), (plain(), "plain"), (TORCHRUN, "torchelastic")),
+        *(({**plain(), **TORCHRUN}, "torchelastic"), ({"LOCAL_RANK": "0"}, "local")),
+        *(({"NODE_RANK": "0", "LOCAL_RANK": "0"}, "local"), ({ENVIRONMENT_VARIABLE: ""}, "local")),
         ({ENVIRONMENT_VARIABLE: " "}, "local"),
     ],
     ids=["nothing", "plain", "torchrun", "both", "LOCAL_RANK", "NODE_RANK", "empty", "blank"],

@@ -245,11 +245,8 @@ def test_hooks_work_on_gloo() -> None:
 def registered_by_hand(strategy: DDPStrategy) -> list[Tensor]:
     found = []
     hooks: list[tuple[Any, Any]] = [
-        (None, None),
-        ("allreduce", "fp16"),
-        ("powersgd:start_powerSGD_iter=2", None),
-        ("post_localsgd", None),
-        (hook_registry.allreduce_hook, None),
+        *((None, None), ("allreduce", "fp16"), ("powersgd:start_powerSGD_iter=2", None)),
+        *(("post_localsgd", None), (hook_registry.allreduce_hook, None)),
     ]
     for hook, wrapper in hooks:
         module = Regression()

@@ -33,14 +33,10 @@ def test_who_of_how_many() -> None:
 @pytest.mark.parametrize(
     ("wrong", "argument"),
     [
-        ({"global_rank": 4}, "global_rank"),
-        ({"global_rank": -1}, "global_rank"),
-        ({"local_rank": 2}, "local_rank"),
-        ({"local_rank": -1}, "local_rank"),
-        ({"node_rank": 2}, "node_rank"),
-        ({"node_rank": -1}, "node_rank"),
-        ({"world_size": 0}, "global_rank"),
-        ({"local_world_size": 5}, "world_size"),
+        *(({"global_rank": 4}, "global_rank"), ({"global_rank": -1}, "global_rank")),
+        *(({"local_rank": 2}, "local_rank"), ({"local_rank": -1}, "local_rank")),
+        *(({"node_rank": 2}, "node_rank"), ({"node_rank": -1}, "node_rank")),
+        *(({"world_size": 0}, "global_rank"), ({"local_world_size": 5}, "world_size")),
         ({"num_nodes": 5}, "world_size"),
     ],
 )

@@ -34,12 +34,8 @@ def test_modes(mode: Any) -> None:
 @pytest.mark.parametrize(
     ("iterables", "first"),
     [
-        (A, 0),
-        ([A, B], [0, 10]),
-        ((A, B), (0, 10)),
-        (Pair(A, B), Pair(0, 10)),
-        ({"x": [A, {"y": B}]}, {"x": [0, {"y": 10}]}),
-        ([[1, 2], [3, 4]], [1, 3]),
+        *((A, 0), ([A, B], [0, 10]), ((A, B), (0, 10)), (Pair(A, B), Pair(0, 10))),
+        *(({"x": [A, {"y": B}]}, {"x": [0, {"y": 10}]}), ([[1, 2], [3, 4]], [1, 3])),
     ],
 )
 def test_structure(iterables: Any, first: Any) -> None:

@@ -73,13 +73,9 @@ def expected() -> list[Tensor | None]:
 @pytest.mark.parametrize(
     ("hook", "atol"),
     [
-        ("allreduce", 1e-12),
-        ("fp16_compress", 1e-2),
-        ("BF16_compress", 1e-1),
-        ("powersgd:matrix_approximation_rank=2", 1e-12),
-        (TORCHS.allreduce_hook, 1e-12),
-        (TORCHS.fp16_compress_hook, 1e-2),
-        (TORCHS.bf16_compress_hook, 1e-1),
+        *(("allreduce", 1e-12), ("fp16_compress", 1e-2), ("BF16_compress", 1e-1)),
+        *(("powersgd:matrix_approximation_rank=2", 1e-12), (TORCHS.allreduce_hook, 1e-12)),
+        *((TORCHS.fp16_compress_hook, 1e-2), (TORCHS.bf16_compress_hook, 1e-1)),
     ],
 )
 def test_comm_hook_averages(hook: Any, atol: float) -> None:

@@ -29,12 +29,9 @@ def working(tmp_path: Path) -> Iterator[None]:
 each_name = pytest.mark.parametrize(
     ("group", "name", "typo"),
     [
-        ("strategies", "ddp_plug", "ddp_pulg"),
-        ("strategies", "ddp_plug_small", "ddp_plug_smal"),
-        ("strategies", "ddp_brief", "ddp_breif"),
-        ("environments", "plugenv", "plugen"),
-        ("comm_hooks", "halve", "hlave"),
-        ("comm_hooks", "halve_named", "halve_name"),
+        *(("strategies", "ddp_plug", "ddp_pulg"), ("strategies", "ddp_plug_small", "ddp_plug_smal")),
+        *(("strategies", "ddp_brief", "ddp_breif"), ("environments", "plugenv", "plugen")),
+        *(("comm_hooks", "halve", "hlave"), ("comm_hooks", "halve_named", "halve_name")),
         ("loggers", "plug_log", "plug_lug"),
     ],
 )
