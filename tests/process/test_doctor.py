@@ -12,7 +12,7 @@ from tests.helpers.scripts import ScriptRunner
 DOCTOR = (sys.executable, "-m", "rankwise", "doctor")
 
 
-@pytest.mark.parametrize("options", [["--no-start-methods"], pytest.param([], marks=pytest.mark.soak)])
+@pytest.mark.parametrize("options", [["--no-start-methods"], []])
 def test_alone(options: list[str], run_script: ScriptRunner) -> None:
     """Two local ranks reduce correctly, and every start method is tried (in tests/cluster, too)."""
     result = run_script.command([*DOCTOR, "--json", *options], timeout=110, siblings=len(options))

@@ -66,7 +66,7 @@ def test_run(tmp_path: Path) -> None:
     assert (line["my-loss"], line["trainer/global_step"]) == (0.5, 3)
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_media(tmp_path: Path, run_script: ScriptRunner) -> None:
     """Images and tables are in the run, which the end of the program finishes."""
     result = run_script(MEDIA, str(tmp_path))
