@@ -12,10 +12,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-_KEPT = (
-    *("rankwise.trainer.trainer", "rankwise.fabric.fabric"),
-    *("rankwise.launchers.multiprocess", "rankwise.launchers.script", "rankwise.launchers.worker_main"),
-)
+_KEPT = ("trainer.trainer", "fabric.fabric", *(f"launchers.{name}" for name in ("multiprocess", "script")))
 """These, and all that they import."""
 _RUN_AGAIN = ("rankwise.start", "rankwise.processes.command_line")
 """They record the working directory; packages that import names on first use run again, too."""
@@ -42,7 +39,7 @@ class KeptModules:
 
         builtins.__import__ = recording  # type: ignore[assignment]  # with names of its own
         for name in _KEPT:
-            importlib.import_module(name)
+            importlib.import_module(f"rankwise.{name}")
         builtins.__import__ = plain
         if not had_rank:
             del rank_zero_only.rank  # type: ignore[attr-defined]  # rankwise.ranks has set it

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +21,11 @@ SCRIPT = """
         time.sleep(60)
 
     def launch():
-        DDPStrategy(start_method=sys.argv[1], accelerator="cpu", devices=2).launch(job)
+        try:
+            DDPStrategy(start_method=sys.argv[1], accelerator="cpu", devices=2).launch(job)
+        finally:
+            time.sleep(0.2)  # frees tensors, which aborts an interpreter that ends
+            Path("left").touch()
 
     if __name__ == "__main__":
         threading.Thread(target=launch, daemon=True).start()
@@ -41,11 +46,12 @@ SCRIPT = """
     ],
 )
 def test_a_daemon_thread_that_launched(method: str, how: str, run_script: ScriptRunner) -> None:
-    """The main thread ends the script first: the program ends, and leaves no process."""
+    """The main thread ends the script first: the program ends after `launch`, and leaves no process."""
     running = run_script.start(SCRIPT, method, how)
     running.wait_for("both busy", timeout=50)
     result = running.finish(timeout=30, leftover_grace_s=20)  # of the time that unloading torch takes
     result.check_returncode(int(how == "raise"))
+    assert Path(run_script.folder, "left").exists() or method == "popen"  # whose rank 0 is the thread
 
 
 COUNT = """

@@ -52,7 +52,8 @@ _one_at_a_time = threading.Lock()
 # The jobs on several nodes, which all meet in one store: every node counts the same.
 _jobs = itertools.count(1)
 # The jobs that threads of this process wait for.
-_supervisors: set[Supervisor] = set()
+_supervisors: dict[Supervisor, threading.Thread] = {}
+_THREAD_LEAVES_S = 2.0
 PRELOAD = "rankwise.launchers.preload"
 
 
@@ -76,8 +77,9 @@ def _end_jobs() -> None:
 
     Otherwise multiprocessing would block the exit of the program: it joins all processes that it has started.
     """
-    for supervisor in list(_supervisors):
+    for supervisor, thread in list(_supervisors.items()):
         supervisor.end_all(by=signal.SIGTERM)
+        thread.join(_THREAD_LEAVES_S)  # a tensor that it frees while the interpreter ends aborts the process
 
 
 @final
@@ -118,7 +120,7 @@ def run_job(group: WorkerGroup, started_s: float) -> dict[int, Any]:
     supervisor = group.supervisor
     supervisor.begin_job(until_exit=True)
     _end_jobs_at_exit()
-    _supervisors.add(supervisor)
+    _supervisors[supervisor] = threading.current_thread()
     try:
         with supervisor.handle_signals():
             supervisor.wait_job()
@@ -126,7 +128,7 @@ def run_job(group: WorkerGroup, started_s: float) -> dict[int, Any]:
         stopped.values = _values_of(group, started_s)
         raise
     finally:
-        _supervisors.discard(supervisor)
+        _supervisors.pop(supervisor, None)
     return _values_of(group, started_s)
 
 

@@ -38,9 +38,7 @@ RAISED = FailureRecord(3, 1, 1, 100, at_s=1.0, exception_type="RuntimeError", ha
 @pytest.mark.parametrize(
     ("record", "is_published"),
     [
-        (KILLED, True),
-        (RAISED, True),
-        (dataclasses.replace(RAISED, has_met=True), False),
+        *((KILLED, True), (RAISED, True), (dataclasses.replace(RAISED, has_met=True), False)),
         (dataclasses.replace(RAISED, node_rank=0), False),
         (dataclasses.replace(RAISED, is_consequence=True), False),
         (dataclasses.replace(RAISED, is_timeout=True), False),

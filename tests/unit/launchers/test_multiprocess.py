@@ -2,6 +2,7 @@
 
 import multiprocessing.process
 import sys
+import threading
 import time
 from contextlib import ExitStack
 from importlib.machinery import ModuleSpec
@@ -149,14 +150,14 @@ def test_other_nodes_are_other_ranks() -> None:
     assert MultiprocessLauncher("fork", (RankInfo(0, 0, 0, 2, 1, 2),), OPTIONS).has_other_ranks
 
 
-def test_jobs_of_daemon_threads_end_with_the_program(supervise: Supervise) -> None:
-    """Their ranks are ended, as by SIGTERM."""
+def test_jobs_of_daemon_threads(supervise: Supervise, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They end with the program, as by SIGTERM, and the threads have left."""
     job = supervise().begin()
-    multiprocess._supervisors.add(job.supervisor)
-    try:
-        multiprocess._end_jobs()
-    finally:
-        multiprocess._supervisors.discard(job.supervisor)
+    thread = threading.Thread(target=pytest.raises, args=(SystemExit, job.supervisor.wait_job))
+    thread.start()
+    monkeypatch.setitem(multiprocess._supervisors, job.supervisor, thread)
+    multiprocess._end_jobs()
+    assert not thread.is_alive()
     with pytest.raises(SystemExit) as ended:
         job.supervisor.wait_job()
     assert ended.value.code == 143

@@ -52,8 +52,7 @@ def main(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ("/home/user/train.py", "/home/user/train.py", WORKING_DIRECTORY),
         ("../train.py", "/home/train.py", WORKING_DIRECTORY),
         ("train.py", "/home/user/other.py", WORKING_DIRECTORY),
-        ("train.py", "train.py", WORKING_DIRECTORY),
-        ("-m", "/home/user/train.py", WORKING_DIRECTORY),
+        *(("train.py", "train.py", WORKING_DIRECTORY), ("-m", "/home/user/train.py", WORKING_DIRECTORY)),
         ("train.py", None, WORKING_DIRECTORY),
     ],
 )
