@@ -24,7 +24,7 @@ SCRIPT = """
         try:
             DDPStrategy(start_method=sys.argv[1], accelerator="cpu", devices=2).launch(job)
         finally:
-            time.sleep(0.2)  # frees tensors, which aborts an interpreter that ends
+            time.sleep(0.2)  # a thread that is late to leave
             Path("left").touch()
 
     if __name__ == "__main__":

@@ -151,9 +151,9 @@ def test_other_nodes_are_other_ranks() -> None:
 
 
 def test_jobs_of_daemon_threads(supervise: Supervise, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They end with the program, as by SIGTERM, and the threads have left."""
+    """They end with the program, as by SIGTERM; the threads are waited for."""
     job = supervise().begin()
-    thread = threading.Thread(target=pytest.raises, args=(SystemExit, job.supervisor.wait_job))
+    thread = threading.Thread(target=time.sleep, args=(0.5,))  # it leaves late
     thread.start()
     monkeypatch.setitem(multiprocess._supervisors, job.supervisor, thread)
     multiprocess._end_jobs()
