@@ -47,7 +47,7 @@ SUBJECTS = {
 
 BASICS = (
     *("start", "time_limit", "errors", "checks", "ranks", "seed"),
-    *("entry_points", "named_options", "nested", "hyperparameters", "paths", "torch_internals"),
+    *("named_options", "nested", "hyperparameters", "paths", "torch_internals"),
 )
 NOT_DRAWN = (*BASICS, "__init__", "__main__")
 

@@ -1,20 +1,45 @@
-"""`NameTable`, the base of the registries; names with options, as in `"name:option=value"`."""
+"""`NameTable`, the base of the registries, with installed packages' entry points; names with options."""
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from importlib.metadata import EntryPoint
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
 from rankwise.checks import check_is_a
-from rankwise.entry_points import installed, load, package_of
-from rankwise.errors import DuplicateNameError, InvalidTypeError, RankwiseError, UnknownNameError
+from rankwise.errors import (
+    ConfigurationError,
+    DuplicateNameError,
+    InvalidTypeError,
+    RankwiseError,
+    UnknownNameError,
+    text_of,
+)
 from rankwise.ranks import warn
 
-__all__ = ["NameTable", "split_options"]
-
 Entry = TypeVar("Entry", bound=Any)
+
+KINDS = ("strategies", "environments", "comm_hooks", "loggers")
+"""The groups of entry points, without `rankwise.` before them."""
+
+
+def installed(kind: str) -> tuple[EntryPoint, ...]:
+    """Return the entry points of the group `rankwise.<kind>`; they are read once for each `sys.path`."""
+    return _read(tuple(sys.path))[kind]
+
+
+@lru_cache(maxsize=8)
+def _read(path: tuple[str, ...]) -> dict[str, tuple[EntryPoint, ...]]:
+    points = entry_points()
+    return {kind: tuple(points.select(group=f"rankwise.{kind}")) for kind in KINDS}
+
+
+def package_of(point: EntryPoint) -> str:
+    """Return the name and version of an entry point's package."""
+    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else "of an unknown name"
 
 
 class NameTable(ABC, Generic[Entry]):
@@ -49,13 +74,7 @@ class NameTable(ABC, Generic[Entry]):
         return name.lower()
 
     def entry(self, name: str) -> Entry:
-        """Return the entry of a name.
-
-        Raises:
-            InvalidTypeError: when the name is not a string.
-            UnknownNameError: when it is neither registered nor of an installed package.
-            ConfigurationError: when it is of an installed package, and cannot be loaded.
-        """
+        """Return the entry of a name; raise if it is unknown, or of a package that cannot be loaded."""
         check_is_a(self.argument, name, str, "a name")
         key = name.lower()
         if not self._has(key):
@@ -98,8 +117,8 @@ class NameTable(ABC, Generic[Entry]):
         self._tried.add(point)
         before = set(self._entries)  # importing the package may register the same names
         try:
-            entries = load(point, lambda loaded: self._entries_of(point, loaded))
-        except RankwiseError as error:
+            entries = self._loaded(point)
+        except ConfigurationError as error:
             self._broken[point.name.lower()] = error
             if point.name.lower() != wanted:
                 warn(error.summary())
@@ -114,6 +133,20 @@ class NameTable(ABC, Generic[Entry]):
                 )
             else:
                 self._entries[name.lower()] = entry
+
+    def _loaded(self, point: EntryPoint) -> Mapping[str, Entry]:
+        """Import the object of an entry point, and return its entries; an error names its package."""
+        try:
+            return self._entries_of(point, point.load())
+        except (Exception, SystemExit) as error:  # other people's code, which may check a licence and exit
+            reason = f"{type(error).__name__}: {text_of(error)}"
+            package = package_of(point)
+            raise ConfigurationError(
+                message=f"The entry point {point.name!r} of package {package} cannot be used: "
+                + (error.summary() if isinstance(error, RankwiseError) else f"{reason.rstrip('.')}."),
+                facts=f"[{point.group}] {point.name} = {point.value}.",
+                remedy=f"correct, update or uninstall the package: pip uninstall {package.partition(' ')[0]}",
+            ) from error
 
     def remove(self, name: str) -> None:
         """Remove a name. Raises as `entry` does."""

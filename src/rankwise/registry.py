@@ -11,10 +11,9 @@ from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
 from rankwise.checks import check_is_a, checked_list
 from rankwise.compatibility.lightning_environments import LightningClusterEnvironment
 from rankwise.compatibility.names import MISSING_STRATEGIES
-from rankwise.entry_points import package_of
 from rankwise.environments import ClusterEnvironment
 from rankwise.errors import ConfigurationError, InvalidTypeError, UnknownStrategyError
-from rankwise.named_options import NameTable, split_options
+from rankwise.named_options import NameTable, package_of, split_options
 from rankwise.precision import Precision, create_precision
 from rankwise.strategies import (
     AutoStrategy,

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 ORDER = (
-    *("start", "time_limit", "errors", "checks", "ranks", "seed", "entry_points", "named_options", "nested"),
+    *("start", "time_limit", "errors", "checks", "ranks", "seed", "named_options", "nested"),
     *("hyperparameters", "paths", "torch_internals", "environments", "processes", "stores", "monitoring"),
     *("failures", "process_group", "launchers", "checkpoint", "compatibility", "gradient_sync", "precision"),
     *("data", "strategies", "registry", "callbacks", "loggers", "profilers", "fabric", "trainer"),

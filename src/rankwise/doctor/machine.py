@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 import rankwise
 from rankwise.doctor.report import Finding, Section, table
-from rankwise.entry_points import KINDS, installed, package_of
 from rankwise.environments import Detection, detect_environment
 from rankwise.environments.network import (
     address_toward,
@@ -30,6 +29,7 @@ from rankwise.environments.network import (
     listening_address,
 )
 from rankwise.errors import ConfigurationError, RankwiseError
+from rankwise.named_options import KINDS, installed, package_of
 from rankwise.process_group import default_backend
 from rankwise.strategies import DDPStrategy, Strategy
 from rankwise.strategies.job import usable_cores

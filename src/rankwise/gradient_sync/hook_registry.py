@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rankwise.checks import check_keywords, check_value
-from rankwise.entry_points import package_of
 from rankwise.errors import ConfigurationError, InvalidTypeError, MissingExtraError, UnknownNameError
-from rankwise.named_options import NameTable
+from rankwise.named_options import NameTable, package_of
 from rankwise.seed import set_numpy_state
 
 if TYPE_CHECKING:

@@ -9,14 +9,13 @@ from typing import Any, NamedTuple, final
 
 from rankwise.checks import check_callable, check_is_a, check_keywords, check_overrides, checked_list
 from rankwise.compatibility.names import MISSING_HOOKS
-from rankwise.entry_points import package_of
 from rankwise.errors import UnknownNameError
 from rankwise.loggers.base import Logger
 from rankwise.loggers.csv_files import CSVLogger
 from rankwise.loggers.mlflow import MLFlowLogger
 from rankwise.loggers.tensorboard import TensorBoardLogger
 from rankwise.loggers.wandb import WandbLogger
-from rankwise.named_options import NameTable, split_options
+from rankwise.named_options import NameTable, package_of, split_options
 
 
 @final
