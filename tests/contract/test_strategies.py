@@ -189,7 +189,7 @@ def test_saving_uses_the_broadcast_of_a_subclass(tmp_path: Path) -> None:
 
 def test_auto_shows_the_start_method_that_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` forks where the script cannot be run again, and says so in `start_method`."""
-    monkeypatch.setattr("rankwise.strategies.variants.can_rerun", lambda: False)
+    monkeypatch.setattr("rankwise.strategies.ddp.can_rerun", lambda: False)
     strategy = AutoStrategy(accelerator="cpu", devices=2)
     before = strategy.process_config
     strategy.bind()

@@ -1,12 +1,12 @@
 """Strategies: how training is distributed."""
 
 from rankwise.strategies.base import Strategy
-from rankwise.strategies.ddp import DDPStrategy
-from rankwise.strategies.variants import (
+from rankwise.strategies.ddp import (
     AutoStrategy,
     DDPElasticStrategy,
     DDPForkStrategy,
     DDPSpawnStrategy,
+    DDPStrategy,
     SingleDeviceStrategy,
 )
 
