@@ -21,7 +21,7 @@ from rankwise.data.sharding import is_split_for_one_rank
 from rankwise.errors import ConfigurationError
 from rankwise.ranks import warn
 from rankwise.strategies import Strategy
-from rankwise.strategies.data_split import agree_on_loaders, check_same_order, replica_of
+from rankwise.strategies.agreement import agree_on_loaders, check_same_order, replica_of
 
 
 @final

@@ -35,8 +35,7 @@ from rankwise.process_group.distributed_optimizers import SHARDED_MODULE, consol
 from rankwise.process_group.group import check_group_ranks
 from rankwise.processes.exit_codes import exit_code_kept
 from rankwise.ranks import RankInfo, job_entry, set_rank_zero_only
-from rankwise.strategies.checkpoint_writing import write_checkpoint
-from rankwise.strategies.collectives import RankCollectives
+from rankwise.strategies.collectives import RankCollectives, write_checkpoint
 from rankwise.strategies.config import (
     Devices,
     GroupConfig,

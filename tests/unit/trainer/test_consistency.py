@@ -19,8 +19,12 @@ from torch.utils.data import (
 from rankwise.data.sharding import order_seed
 from rankwise.errors import RankMismatchError
 from rankwise.process_group.rank_comparison import differences
-from rankwise.strategies.agreement import check_ranks_agree, fingerprint_of
-from rankwise.strategies.data_split import agree_on_loaders, fingerprint_of_loaders
+from rankwise.strategies.agreement import (
+    agree_on_loaders,
+    check_ranks_agree,
+    fingerprint_of,
+    fingerprint_of_loaders,
+)
 from rankwise.trainer.consistency import fingerprint_of_checkpoint
 from tests.unit.gradient_sync.helpers import fit_on_ranks
 from tests.unit.trainer.helpers import (

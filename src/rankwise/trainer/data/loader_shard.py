@@ -37,7 +37,7 @@ from rankwise.data.sharding import (
 from rankwise.errors import ConfigurationError
 from rankwise.process_group.collectives import ALONE
 from rankwise.ranks import warn
-from rankwise.strategies.data_split import replica_of
+from rankwise.strategies.agreement import replica_of
 
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy

@@ -10,7 +10,7 @@ from rankwise.checks import check_is_a, lightning_base
 from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.ranks import warn
 from rankwise.seed import isolated_random_state, mixed_seed
-from rankwise.strategies.data_split import agree_on_loaders
+from rankwise.strategies.agreement import agree_on_loaders
 from rankwise.trainer.data.data_hooks import TRANSFER_HOOKS, is_own, undefined
 from rankwise.trainer.data.data_module import DataModule
 from rankwise.trainer.data.loader_shard import (

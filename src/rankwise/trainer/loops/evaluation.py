@@ -20,7 +20,7 @@ from rankwise.nested import to_device
 from rankwise.process_group.collectives import ranks_of
 from rankwise.process_group.interception import Call, own_calls_intercepted
 from rankwise.ranks import warn
-from rankwise.strategies.data_split import check_same_order
+from rankwise.strategies.agreement import check_same_order
 from rankwise.trainer.data.batch_transfer import BatchTransfer
 from rankwise.trainer.data.loader_shard import PHASE_NAMES, limited
 from rankwise.trainer.hooks import num_step_arguments

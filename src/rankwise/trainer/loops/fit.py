@@ -10,7 +10,7 @@ from rankwise.gradient_sync.parameters import share_buffers, shares_buffers
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.ranks import warn
 from rankwise.stores.waiting import StoreCounter
-from rankwise.strategies.data_split import check_same_order
+from rankwise.strategies.agreement import check_same_order
 from rankwise.trainer.consistency import check_unowned, compare_before_epoch, compare_ranks
 from rankwise.trainer.data.batch_transfer import BatchTransfer
 from rankwise.trainer.data.loader_shard import PHASE_NAMES, must_reload
