@@ -18,16 +18,6 @@ from torch import Tensor
 from rankwise.errors import ConfigurationError, InvalidTypeError, UnknownNameError
 from rankwise.nested import is_numpy_scalar, once_each, walked
 
-__all__ = [
-    "DATA_MODULE_KEYS",
-    "MODULE_KEYS",
-    "AttributeDict",
-    "HyperparametersMixin",
-    "checkpointed_parts",
-    "left_out_of_checkpoints",
-    "record_of_lightning",
-]
-
 MODULE_KEYS = ("hyper_parameters", "hparams_name")
 """Lightning's keys of a module's hyperparameters in a checkpoint, and of the name of their container."""
 DATA_MODULE_KEYS = ("datamodule_hyper_parameters", "datamodule_hparams_name")

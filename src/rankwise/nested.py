@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["contained", "is_numpy_scalar", "map_nested", "map_tensors", "once_each", "to_device", "walked"]
-
 T = TypeVar("T")
 _NOT_CONTAINERS = (str, bytes, bytearray, memoryview, range, array.array, UserString, torch.Size)
 _SCALARS = (int, float, complex, str, bytes, type(None))

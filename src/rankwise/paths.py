@@ -10,18 +10,6 @@ from pathlib import Path
 
 from rankwise.errors import ConfigurationError
 
-__all__ = [
-    "absolute_path",
-    "checkpoint_path",
-    "expanded_path",
-    "is_last_checkpoint",
-    "is_path_below",
-    "is_symbolic_link",
-    "join_path",
-    "path_in_package",
-    "unused_checkpoint",
-]
-
 _PACKAGE = str(Path(__file__).parent) + os.sep
 
 _LAST = r"last(-v\d+)?\.ckpt"

@@ -21,20 +21,6 @@ from rankwise import ranks, start
 from rankwise.checks import check_is_a, check_value
 from rankwise.errors import InvalidArgumentError, InvalidTypeError
 
-__all__ = [
-    "RandomStreams",
-    "get_random_state",
-    "given_seed",
-    "isolated_random_state",
-    "mixed_seed",
-    "random_generators_in",
-    "restore_seed",
-    "seed_everything",
-    "seed_of",
-    "seed_process",
-    "set_random_state",
-]
-
 _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 _HIGHEST = 2**32 - 1  # NumPy's
