@@ -49,12 +49,7 @@ def check_choice(name: str, value: object, choices: Collection[object], expected
 
 
 def check_name(name: str, value: object, names: Sequence[str], expected: str = "") -> str:
-    """Return the user's value of an argument in lower case; raise if it is not one of `names`.
-
-    Raises:
-        InvalidTypeError: for a value that is not a string.
-        UnknownNameError: for another string.
-    """
+    """Return the user's value of an argument in lower case; raise if it is not a string among `names`."""
     if not isinstance(value, str):
         expected = expected or f"one of {', '.join(map(repr, names))}"
         raise InvalidTypeError(argument=name, value=value, expected=expected)
@@ -84,10 +79,7 @@ def check_callable(name: str, value: object, expected: str = "a function", remed
 def check_keywords(
     target: str, given: Iterable[object], known: Iterable[str], remedies: Mapping[str, str] = _NO_REMEDIES
 ) -> None:
-    """Raise `UnknownArgumentError` unless `target` takes each of the `given` keywords.
-
-    `remedies` has the remedies for some of the names that it does not take.
-    """
+    """Raise `UnknownArgumentError` unless `target` takes the keywords; `remedies` are for some it lacks."""
     known = tuple(known)
     for name in map(str, given):
         if name not in known:
@@ -125,15 +117,9 @@ def lightning_base(kind: type, name: str) -> Any:
 
 
 def check_overrides(owner: object, refused: Mapping[str, str] = _NO_REMEDIES) -> None:
-    """Check the methods of a strategy, plug-in, logger or profiler whose class is the user's.
+    """Refuse methods of a user's class that rankwise never calls, or not with the arguments that they take.
 
-    Args:
-        owner: the object.
-        refused: see `refuse_methods`.
-
-    Raises:
-        ConfigurationError: for a method that rankwise never calls, a method with other arguments than the
-            one that it overrides, and a method in place of a property.
+    The first are in `refused`, as for `refuse_methods`; the others override a method or a property.
     """
     classes = type(owner).__mro__
     base = next((each for each in classes if is_of_this_package(each)), object)
@@ -156,12 +142,7 @@ def check_overrides(owner: object, refused: Mapping[str, str] = _NO_REMEDIES) ->
 
 
 def refuse_methods(owner: object, refused: Mapping[str, str]) -> None:
-    """Raise ConfigurationError for a method that rankwise never calls. A value of None counts as undefined.
-
-    Args:
-        owner: the object with the methods.
-        refused: what to write instead, by the name of the method.
-    """
+    """Raise for methods that rankwise never calls; `refused` has remedies by name. None is not a method."""
     for name, remedy in refused.items():
         found = getattr(type(owner), name, None)
         if callable(found) or isinstance(found, property) or callable(vars(owner).get(name)):
@@ -175,14 +156,9 @@ def refuse_methods(owner: object, refused: Mapping[str, str]) -> None:
 def check_arguments(
     owner: object, name: str, arguments: Sequence[str], num_required: int, returns: str = ""
 ) -> None:
-    """Raise ConfigurationError unless a method takes the required arguments, or these and further ones.
+    """Raise unless method `name` takes the first `num_required` of `arguments`, or these and further ones.
 
-    Args:
-        owner: the object with the method.
-        name: of the method.
-        arguments: the names of the arguments that it may get by position.
-        num_required: how many of them it always gets.
-        returns: what it has to return, for the message.
+    `arguments` are names, of what it gets by position; `returns` is what it has to return, for the message.
     """
     method = getattr(owner, name)
     counts = range(num_required, len(arguments) + 1)
