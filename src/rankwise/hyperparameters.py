@@ -15,6 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from rankwise.checks import check_value
 from rankwise.errors import ConfigurationError, InvalidTypeError, UnknownNameError
 from rankwise.nested import is_numpy_scalar, once_each, walked
 
@@ -39,10 +40,8 @@ class AttributeDict(dict[str, Any]):
         self[name] = value
 
     def __delattr__(self, name: str) -> None:
-        try:
-            del self[name]
-        except KeyError:
-            raise AttributeError(f"there is no {name!r} among {sorted(map(str, self))}") from None
+        self.__getattr__(name)  # raises as reading it does
+        del self[name]
 
 
 @final
@@ -123,9 +122,9 @@ class HyperparametersMixin:
         current = inspect.currentframe()
         found = _constructor_arguments(self, frame or (current and current.f_back))
         containers = [arg for arg in args if not isinstance(arg, str)]
-        if len(containers) > 1 or (containers and len(args) > 1):
-            expected = "names of arguments, or one mapping or Namespace"
-            raise InvalidTypeError(argument="save_hyperparameters()", value=args, expected=expected)
+        expected = "names of arguments, or one mapping or Namespace"
+        is_one_kind = not containers or len(args) == 1
+        check_value("save_hyperparameters()", args, is_one_kind, expected, error=InvalidTypeError)
         values = _items("save_hyperparameters()", containers[0]) if containers else _chosen(self, found, args)
         record = self._hyperparameter_record
         record.values.update(values)
@@ -197,10 +196,7 @@ def record_of_lightning(owner: Any) -> _Record:
 
 
 def checkpointed_parts(owner: HyperparametersMixin, keys: tuple[str, str] = MODULE_KEYS) -> dict[str, Any]:
-    """Return the parts of a checkpoint with the hyperparameters, by Lightning's `keys`; none for none.
-
-    Namespaces and other mappings become dictionaries, other lists become lists.
-    """
+    """Return the parts of a checkpoint with the hyperparameters, by Lightning's `keys`; none for none."""
     record, left_out = owner._hyperparameter_record, left_out_of_checkpoints(owner)
     values = {name: _stored(value) for name, value in record.values.items() if name not in left_out}
     if not values:

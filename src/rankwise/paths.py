@@ -11,20 +11,13 @@ from pathlib import Path
 from rankwise.errors import ConfigurationError
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
-
-_LAST = r"last(-v\d+)?\.ckpt"
-
 # pathlib makes one slash of several: "s3:/bucket/run".
 _SCHEME = re.compile(r"([A-Za-z][\w+.:-]+):/")
 _URL = re.compile(rf"{_SCHEME.pattern}/")
 
 
 def expanded_path(path: str | os.PathLike[str]) -> Path:
-    """Return a local path whose `~` is the home folder.
-
-    Raises:
-        ConfigurationError: when the path has a scheme, such as `s3://bucket/run`.
-    """
+    """Return a local path whose `~` is the home folder; raise if it has a scheme, as `s3://bucket/run`."""
     if found := _SCHEME.match(os.fspath(path)):
         raise ConfigurationError(
             message=f"The path {os.fspath(path)!r} has the scheme {found[1]!r}, but it must be a local path.",
@@ -36,11 +29,7 @@ def expanded_path(path: str | os.PathLike[str]) -> Path:
 
 
 def absolute_path(path: str | os.PathLike[str]) -> str:
-    """Return an absolute local path; `~` is the home folder.
-
-    Raises:
-        ConfigurationError: when a relative path has no absolute one, and when the path has a scheme.
-    """
+    """Return an absolute local path; raise if there is none, and if the path has a scheme."""
     try:
         return str(expanded_path(path).absolute())
     except OSError:
@@ -51,11 +40,7 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
 
 
 def checkpoint_path(path: str | os.PathLike[str]) -> str:
-    """Return the absolute path of a checkpoint, or of a folder of them; one with a scheme stays as it is.
-
-    Raises:
-        ConfigurationError: as `absolute_path`.
-    """
+    """Return the absolute path of a checkpoint, or of a folder of them; one with a scheme stays as it is."""
     given = os.fspath(path)
     return given if _URL.match(given) else absolute_path(given)
 
@@ -78,18 +63,15 @@ def is_symbolic_link(path: str) -> bool:
 
 
 def path_in_package(filename: str) -> str | None:
-    """Return a source file's path from this package's folder on, or None for a file outside that folder.
-
-    A user's folder may also be called `rankwise`, such as a clone of this project.
-    """
-    if not filename.startswith(_PACKAGE):
+    """Return a source file's path from this package's folder on, or None for a file outside that folder."""
+    if not filename.startswith(_PACKAGE):  # it may be in another folder that is called rankwise
         return None
     return f"rankwise/{filename.removeprefix(_PACKAGE).replace(os.sep, '/')}"
 
 
 def is_last_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Return whether a file is called as a run's last checkpoint: `last.ckpt`, `last-v1.ckpt` and so on."""
-    return re.fullmatch(_LAST, Path(path).name) is not None
+    return re.fullmatch(r"last(-v\d+)?\.ckpt", Path(path).name) is not None
 
 
 def unused_checkpoint(folder: str, stem: str, is_used: Callable[[str], bool]) -> str:

@@ -137,11 +137,8 @@ def random_generators_in(values: Iterable[object]) -> list[Any]:
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
     if numpy := sys.modules.get("numpy"):
         kinds += (numpy.random.Generator, numpy.random.RandomState)
-    found = {}
-    for value in values:
-        if isinstance(value, kinds) and not isinstance(value, random.SystemRandom):
-            found[id(value)] = value
-    return list(found.values())
+    found = [value for value in values if isinstance(value, kinds)]
+    return list({id(each): each for each in found if not isinstance(each, random.SystemRandom)}.values())
 
 
 def seed_of(generator: Any) -> int:
@@ -149,11 +146,8 @@ def seed_of(generator: Any) -> int:
     if isinstance(generator, torch.Generator):
         return generator.initial_seed()
     copied = copy.deepcopy(generator)
-    return (
-        copied.getrandbits(63)
-        if isinstance(copied, random.Random)
-        else int.from_bytes(copied.bytes(7), "big")
-    )
+    is_python = isinstance(copied, random.Random)
+    return copied.getrandbits(63) if is_python else int.from_bytes(copied.bytes(7), "big")
 
 
 @contextlib.contextmanager
@@ -230,11 +224,7 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def set_numpy_state(generator: Any, state: Any) -> None:
-    """Set a legacy state of NumPy, from a file, in a `RandomState` or in `numpy.random`.
-
-    Raises:
-        ValueError, TypeError: for another state. NumPy itself would read memory at any position.
-    """
+    """Set a legacy state of NumPy, from a file; NumPy itself would read memory at any position in it."""
     kind, keys, position, *rest = state
     if not 0 <= operator.index(position) <= _NUMPY_WORDS:
         raise ValueError(f"position {position} is outside of the state")
@@ -288,12 +278,9 @@ class RandomStreams:
         self._counts: dict[str, int] = {}
 
     def part(self, seed: int, device: torch.device, position: Callable[[], Sequence[int]]) -> None:
-        """Note that ranks draw from streams of their own from now on.
+        """Note that ranks draw from streams of their own from now on, also for the generator of `device`.
 
-        Args:
-            seed: the same on all ranks.
-            device: its generator is one of them.
-            position: returns numbers that are the same on all ranks, and others after each batch.
+        `seed` is the same on all ranks, and so is what `position` returns: other numbers after each batch.
         """
         self._seed, self._device, self._position = seed, device, position
         self._are_parted = True
@@ -356,11 +343,8 @@ class RandomStreams:
 
 
 def _begin() -> dict[str, Any]:
-    """Return the random state with which the program begins to use rankwise.
-
-    A script that is run again starts with the main process's state, so that both split their data alike.
-    """
-    if start.main_random_state is not None:
+    """Return the random state with which the program begins to use rankwise."""
+    if start.main_random_state is not None:  # a script that is run again: both split their data alike
         set_random_state(start.main_random_state(), _CPU)
     return get_random_state(_CPU)
 

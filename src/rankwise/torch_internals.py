@@ -6,8 +6,8 @@ before any process starts; for everything else the table says what happens.
 
 from __future__ import annotations
 
-import importlib
 from functools import cache
+from pkgutil import resolve_name
 from types import FunctionType
 from typing import Any, NamedTuple, final
 
@@ -118,14 +118,7 @@ INTERNALS = (
 
 @cache
 def check_torch(used_for: str) -> None:
-    """Raise where this version of torch lacks a private member that is needed; warn where it is newer.
-
-    Args:
-        used_for: `JOB`, `ELASTIC`, `LOSS_SCALING` or `SHARDED`.
-
-    Raises:
-        ConfigurationError: when one is missing, and there is no other way.
-    """
+    """Raise where torch lacks a private member that is needed for `JOB`, ...; warn where it is newer."""
     needed = [each for each in INTERNALS if each.used_for == used_for and each.without == _REFUSED]
     if lost := [name for internal in needed for name in missing(internal)]:
         raise ConfigurationError(
@@ -142,18 +135,15 @@ def check_torch(used_for: str) -> None:
 
 def missing(internal: Internal) -> list[str]:
     """Return the names that this version of torch lacks."""
-    module, _, path = internal.owner.partition(":")
+    names = internal.names.split()
     try:
-        owner: Any = importlib.import_module(module)
-        for name in filter(None, path.split(".")):
-            owner = getattr(owner, name)
+        owner: Any = resolve_name(internal.owner)
     except (ImportError, AttributeError):
-        return [f"{internal.owner}.{name}".replace(":", ".") for name in internal.names.split()]
-    return [
-        f"{internal.owner}.{name}".replace(":", ".")
-        for name in internal.names.split()
-        if getattr(owner, name, owner) is owner and not _is_used_by_methods(owner, name)
-    ]
+        lost = names
+    else:
+        gone = (name for name in names if getattr(owner, name, owner) is owner)
+        lost = [name for name in gone if not _is_used_by_methods(owner, name)]
+    return [f"{internal.owner}.{name}".replace(":", ".") for name in lost]
 
 
 def _is_used_by_methods(owner: Any, name: str) -> bool:
