@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
-from rankwise.errors import InvalidArgumentError
+from rankwise.checks import check_value
 
 __all__ = ["RankInfo", "rank_zero_info", "rank_zero_only", "rank_zero_warn", "warn"]
 
@@ -71,16 +71,10 @@ class RankInfo:
             ("node_rank", self.num_nodes),
         ):
             value = getattr(self, name)
-            if not 0 <= value < count:
-                raise InvalidArgumentError(
-                    argument=name, value=value, expected=f"a number from 0 to {count - 1}, in {self!r}"
-                )
-        if not self.local_world_size <= self.world_size or self.num_nodes > self.world_size:
-            raise InvalidArgumentError(
-                argument="world_size",
-                value=self.world_size,
-                expected=f"at least local_world_size and num_nodes, in {self!r}",
-            )
+            check_value(name, value, 0 <= value < count, f"a number from 0 to {count - 1}, in {self!r}")
+        expected = f"at least local_world_size and num_nodes, in {self!r}"
+        least = max(self.local_world_size, self.num_nodes)
+        check_value("world_size", self.world_size, self.world_size >= least, expected)
 
     @property
     def is_global_zero(self) -> bool:

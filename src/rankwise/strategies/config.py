@@ -1,8 +1,4 @@
-"""`ProcessConfig` and `GroupConfig`: the arguments of a strategy, validated.
-
-The fields have the names of the strategies' keywords. Validation happens when a config is made, before any
-process starts.
-"""
+"""`ProcessConfig` and `GroupConfig`: the arguments of a strategy, by their names, validated at once."""
 
 from __future__ import annotations
 
@@ -43,7 +39,6 @@ from rankwise.environments import ClusterEnvironment
 from rankwise.environments.detect import find_environment
 from rankwise.errors import (
     ConfigurationError,
-    InvalidArgumentError,
     InvalidTypeError,
     LifecycleError,
     UnknownNameError,
@@ -67,7 +62,6 @@ _CHECK_VARIABLE = "RANKWISE_CHECK_COLLECTIVES"
 _CHECK_VALUES = {"": False, "0": False, "1": True}
 _NOT_GIVEN = (None, "auto")
 _DEVICES = 'a number of devices from 1 up, "auto" (or -1: all), or a list of different device indices'
-_ENVIRONMENT = "a ClusterEnvironment instance or a name"
 _NODES = 'a number from 1 up, or "auto"'
 # Strategy names that Lightning before 1.5 took as accelerators.
 _NOT_ACCELERATORS = ("ddp", "ddp_spawn", "ddp_cpu", "ddp2", "dp", "horovod")
@@ -105,7 +99,7 @@ class ProcessConfig:
             find_environment(given)
         elif given is not None:
             kinds = (ClusterEnvironment, LightningClusterEnvironment)
-            check_is_a("cluster_environment", given, kinds, _ENVIRONMENT)
+            check_is_a("cluster_environment", given, kinds, "a ClusterEnvironment instance or a name")
             check_given_environment(given)
         _normalize(
             self,
@@ -261,47 +255,34 @@ def device_type(accelerator: object) -> str:
 
 def check_devices(devices: Devices) -> int | tuple[int, ...] | None:
     """Return a number of devices, their indices, or None for all that are available."""
-    if isinstance(devices, str):
-        return _parse_devices(devices)
-    given: Any = devices  # an unchecked program may pass it
-    check_value("devices", devices, not isinstance(given, bytes), _DEVICES, error=InvalidTypeError)
-    check_is_a("devices", devices, (int, Sequence), _DEVICES)
-    return _check_count(devices) if isinstance(devices, int) else _check_indices(devices)
+    given: Any = _parse_devices(devices) if isinstance(devices, str) else devices
+    check_value("devices", given, not isinstance(given, bytes), _DEVICES, error=InvalidTypeError)
+    check_is_a("devices", given, (int, Sequence), _DEVICES)
+    if isinstance(given, int):
+        check_value("devices", given, given >= 1 or given == -1, _DEVICES)
+        return None if given == -1 else given
+    indices = tuple(index for index in given if isinstance(index, int) and not isinstance(index, bool))
+    are_integers = len(indices) == len(given) > 0
+    are_valid = are_integers and min(indices) >= 0 and len(set(indices)) == len(indices)
+    check_value("devices", list(given), are_valid, _DEVICES)
+    return indices
 
 
-def _parse_devices(text: str) -> int | tuple[int, ...] | None:
+def _parse_devices(text: str) -> int | list[int]:
     if text == "auto":
-        return None
+        return -1
     try:
         numbers = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         numbers = []
     check_value("devices", text, numbers, _DEVICES)
-    return _check_indices(numbers) if "," in text else _check_count(numbers[0])
-
-
-def _check_count(count: int) -> int | None:
-    if count == -1:
-        return None
-    check_minimum("devices", count, 1, _DEVICES)
-    return count
-
-
-def _check_indices(given: Sequence[object]) -> tuple[int, ...]:
-    indices = tuple(index for index in given if isinstance(index, int) and not isinstance(index, bool))
-    are_integers = len(indices) == len(given) > 0
-    if not are_integers or min(indices) < 0 or len(set(indices)) < len(indices):
-        raise InvalidArgumentError(argument="devices", value=list(given), expected=_DEVICES)
-    return indices
+    return numbers if "," in text else numbers[0]
 
 
 def agreed_value(argument: str, own: Any, given: Any) -> Any:
-    """Return the value of an argument that was given in two places: the more specific of two that agree.
+    """Return the value of an argument that was given in two places; raise if they contradict each other.
 
     Instances agree if they have one class and one `repr`, and with their name.
-
-    Raises:
-        ConfigurationError: when the two values contradict each other.
     """
     if own in _NOT_GIVEN or given in _NOT_GIVEN:
         return given if own in _NOT_GIVEN else own
@@ -339,9 +320,8 @@ def from_parallel_devices(given: Sequence[torch.device]) -> tuple[str, int | lis
     """Return the accelerator and the devices of a list of devices."""
     devices = given if isinstance(given, (list, tuple)) else ()
     kinds = {device.type if isinstance(device, torch.device) else "" for device in devices}
-    if len(kinds) != 1 or "" in kinds:
-        expected = "a list of torch.device of one type"
-        raise InvalidTypeError(argument="parallel_devices", value=given, expected=expected)
+    are_alike, expected = len(kinds) == 1 and "" not in kinds, "a list of torch.device of one type"
+    check_value("parallel_devices", given, are_alike, expected, error=InvalidTypeError)
     if kinds == {"cpu"}:
         return "cpu", len(given)
     return kinds.pop(), [device.index or 0 for device in given]
@@ -361,13 +341,9 @@ def _check_command(value: object) -> tuple[str, ...] | None:
     if value is None:
         return None
     words = tuple(value) if isinstance(value, (list, tuple)) else ()
-    if not words or not all(isinstance(word, str) for word in words):
-        raise InvalidTypeError(
-            argument="command",
-            value=value,
-            expected="a list of strings",
-            remedy='command=[sys.executable, "train.py"]',
-        )
+    are_strings = words and all(isinstance(word, str) for word in words)
+    remedy = 'command=[sys.executable, "train.py"]'
+    check_value("command", value, are_strings, "a list of strings", remedy, InvalidTypeError)
     return words
 
 
@@ -375,9 +351,8 @@ def _check_timeout(name: str, value: Any) -> timedelta:
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
     expected = "a number of seconds or a datetime.timedelta"
     check_is_a(name, seconds, (int, float), expected, f"{name}=timedelta(seconds=...)")
-    if not _SHORTEST_S <= seconds <= _LONGEST_S:  # false for NaN
-        expected = f"a duration from 0 to {timedelta(seconds=_LONGEST_S)}"
-        raise InvalidArgumentError(argument=name, value=value, expected=expected)
+    expected = f"a duration from 0 to {timedelta(seconds=_LONGEST_S)}"
+    check_value(name, value, _SHORTEST_S <= seconds <= _LONGEST_S, expected)  # not so for NaN
     return timedelta(seconds=seconds)
 
 
@@ -397,12 +372,7 @@ def _check_collectives(value: Any) -> bool:
 
 
 def check_parts(strategy: object, parts: Mapping[str, type]) -> None:
-    """Check a strategy and its parts, whose names are attributes and keys of `MISSING_HOOKS`.
-
-    Raises:
-        InvalidTypeError: for a part that is not of its base class in `parts`.
-        ConfigurationError: see `check_overrides`.
-    """
+    """Check the classes and methods of a strategy and its `parts`: names of attributes, with base classes."""
     check_overrides(strategy, MISSING_HOOKS["strategy"])
     for name, base in parts.items():
         part = getattr(strategy, name)
@@ -427,22 +397,14 @@ def copied_precision(precision: Precision, *, is_used: bool) -> Precision:
     return copied
 
 
-def keywords_of(strategy: type) -> list[str]:
-    """Return the arguments of a strategy class: of its constructor, and of the constructors that it calls."""
+def refuse_keywords(strategy: type, left: Iterable[str], more: Iterable[str] = ()) -> None:
+    """Raise for keywords that no constructor of a strategy class has used; suggest its own, and `more`."""
     constructors = [vars(base)["__init__"] for base in strategy.__mro__[:-1] if "__init__" in vars(base)]
     specs = map(inspect.getfullargspec, constructors)
-    own = [name for spec in specs for name in (*spec.args[1:], *spec.kwonlyargs)]
-    return [*own, *(each.name for config in (ProcessConfig, GroupConfig) for each in fields(config))]
-
-
-def refuse_keywords(strategy: type, left: Iterable[str], more: Iterable[str] = ()) -> None:
-    """Raise `UnknownArgumentError` for keywords that no constructor of a strategy class has used.
-
-    Those that it would take, and `more`, are suggested.
-    """
+    known = [*more, *(name for spec in specs for name in (*spec.args[1:], *spec.kwonlyargs))]
+    known += [each.name for config in (ProcessConfig, GroupConfig) for each in fields(config)]
     unknown = set(left)
-    known = [name for name in (*more, *keywords_of(strategy)) if name not in unknown]
-    check_keywords(strategy.__name__, unknown, known)
+    check_keywords(strategy.__name__, unknown, [name for name in known if name not in unknown])
 
 
 def check_ddp_arguments(strategy: type, given: Mapping[str, Any]) -> dict[str, Any]:
