@@ -54,7 +54,6 @@ from rankwise.strategies.placement import (
     chosen_rendezvous,
     find_placement,
     launcher_of,
-    place_on_all_nodes,
     place_on_node,
 )
 
@@ -215,8 +214,10 @@ class Strategy(RankCollectives):
         self, environment: ClusterEnvironment, local_world_size: int, num_nodes: int | None
     ) -> RankInfo:
         """Return this process's ranks where no outer launcher gives it any; refuse impossible numbers."""
-        place = place_on_node if self.process_config.launcher is None else place_on_all_nodes
-        return place(environment, local_world_size, num_nodes)
+        if self.process_config.launcher is None:
+            return place_on_node(environment, local_world_size, num_nodes)
+        nodes = num_nodes or 1  # of rank 0: this process starts the ranks of all nodes
+        return RankInfo(0, 0, 0, nodes * local_world_size, local_world_size, nodes)
 
     def create_launcher(self, placement: Placement) -> Launcher:
         """Return the launcher for a placement that has none yet; by default as `start_method` says."""

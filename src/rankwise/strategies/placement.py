@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -123,15 +123,15 @@ def find_placement(
             warn_of_unused_tasks(os.environ, ranks.world_size)
     environment.validate_settings(ranks.local_world_size, ranks.num_nodes)
     if kind == "cuda" and config.start_method == "fork" and not environment.creates_processes_externally:
-        refuse_fork_beside_slices(os.environ)
+        _refuse_fork_beside_slices()
     if ranks.world_size > 1:
         check_torch(JOB)
     return Placement(ranks, tuple(found), environment)
 
 
-def refuse_fork_beside_slices(environ: Mapping[str, str]) -> None:
+def _refuse_fork_beside_slices() -> None:
     """Raise where torch has to initialise CUDA to count the devices, after which no fork can use them."""
-    if visible := mig_slices(environ):
+    if visible := mig_slices(os.environ):
         raise ConfigurationError(
             message="start_method='fork' cannot use slices of a GPU (MIG) that are named by their uuid.",
             facts=f"CUDA_VISIBLE_DEVICES={','.join(visible)}; torch initialises CUDA to count them.",
@@ -143,16 +143,14 @@ def _find_environment(
     given: GivenEnvironment | None, devices: int | None, num_nodes: int | None
 ) -> Detection:
     """Return the environment and the reason for choosing it."""
+    is_rerun = script_place() is not None
     if isinstance(given, LightningClusterEnvironment):
-        is_rerun = script_place() is not None
-        return Detection(
-            adapted_environment(given, devices, num_nodes, is_rerun=is_rerun), "it was given", {}
-        )
+        given = adapted_environment(given, devices, num_nodes, is_rerun=is_rerun)
     if isinstance(given, ClusterEnvironment):
         return Detection(given, "it was given", {})
     if isinstance(given, str):
         return Detection(create_environment(given), "it was named", {})
-    if script_place() is not None:
+    if is_rerun:
         return Detection(LocalEnvironment(), "this script runs under strategy 'ddp' already", {})
     return detect_environment()
 
@@ -210,11 +208,8 @@ def local_devices(
 
 
 def place_on_node(environment: ClusterEnvironment, local_world_size: int, num_nodes: int | None) -> RankInfo:
-    """Return this process's ranks if the strategy starts the processes: as the first process of its node.
-
-    A process that was started to run the script again has the ranks that it was started with.
-    """
-    running = script_place()
+    """Return this process's ranks if the strategy starts the processes: as the first process of its node."""
+    running = script_place()  # the ranks with which it was started to run the script again
     if running is not None and running.local_world_size == local_world_size:
         return running
     if running is not None:  # the launch will refuse this number of devices
@@ -227,23 +222,6 @@ def place_on_node(environment: ClusterEnvironment, local_world_size: int, num_no
         raise _other_nodes_missing(environment, local_world_size, num_nodes)
     first = node_rank * local_world_size
     return RankInfo(first, 0, node_rank, nodes * local_world_size, local_world_size, nodes)
-
-
-def place_on_all_nodes(
-    environment: ClusterEnvironment, local_world_size: int, num_nodes: int | None
-) -> RankInfo:
-    """Return the ranks of rank 0 where this process starts the ranks of all nodes."""
-    nodes = num_nodes or 1
-    return RankInfo(0, 0, 0, nodes * local_world_size, local_world_size, nodes)
-
-
-def ranks_on_all_nodes(first: RankInfo) -> tuple[RankInfo, ...]:
-    """Return all ranks of the job, given the first."""
-    nodes = [
-        replace(first, global_rank=node * first.local_world_size, node_rank=node)
-        for node in range(first.num_nodes)
-    ]
-    return tuple(ranks for node in nodes for ranks in ranks_on_node(node))
 
 
 def check_given_launcher(placement: Placement, launcher: Launcher, *, is_private: bool) -> None:
@@ -270,21 +248,18 @@ def check_given_launcher(placement: Placement, launcher: Launcher, *, is_private
     )
 
 
+def _ranks_on_all_nodes(first: RankInfo) -> tuple[RankInfo, ...]:
+    """Return all ranks of the job, given the first."""
+    count = first.local_world_size
+    nodes = (replace(first, global_rank=node * count, node_rank=node) for node in range(first.num_nodes))
+    return tuple(ranks for node in nodes for ranks in ranks_on_node(node))
+
+
 def ranks_on_node(own: RankInfo) -> tuple[RankInfo, ...]:
     """Return the ranks of all processes of this node, given the ranks of one."""
     first = own.global_rank - own.local_rank
-    return tuple(
-        replace(own, global_rank=first + local_rank, local_rank=local_rank)
-        for local_rank in range(own.local_world_size)
-    )
-
-
-def rendezvous_endpoint(placement: Placement) -> RendezvousEndpoint | None:
-    """Return the address of the store of several nodes; None on one node, where the launcher chooses it."""
-    if placement.ranks.is_one_node or script_place() is not None:
-        return None
-    environment, hosts = placement.environment, placement.ranks.node_rank == 0
-    return RendezvousEndpoint((_store_address(environment, hosts), environment.main_port), hosts)
+    count = own.local_world_size
+    return tuple(replace(own, global_rank=first + local, local_rank=local) for local in range(count))
 
 
 def chosen_rendezvous(rendezvous: str, backend: str, init_process_group: bool) -> str:
@@ -315,12 +290,7 @@ def check_private_rendezvous(placement: Placement) -> None:
 
 
 def launcher_of(placement: Placement, processes: ProcessConfig, group: GroupConfig) -> Launcher:
-    """Return the launcher of a placement: the given one, as the start method says, or for existing processes.
-
-    Raises:
-        ConfigurationError: for variables that cannot be used, a private rendezvous that is impossible, and
-            `SyncBatchNorm` on the CPU.
-    """
+    """Return a placement's launcher: the given one, as the start method says, or for existing processes."""
     if group.sync_batchnorm and placement.ranks.world_size > 1 and placement.root_device.type == "cpu":
         raise ConfigurationError(
             message="sync_batchnorm=True is not possible on the CPU: torch has no SyncBatchNorm there.",
@@ -330,7 +300,7 @@ def launcher_of(placement: Placement, processes: ProcessConfig, group: GroupConf
     if (launcher := processes.launcher) is not None:
         check_given_launcher(placement, launcher, is_private=processes.rendezvous == "private")
         options = _supervision_options(placement, processes, group, None)
-        return launcher.bound_to(ranks_on_all_nodes(placement.ranks), options)
+        return launcher.bound_to(_ranks_on_all_nodes(placement.ranks), options)
     if processes.rendezvous == "private":
         check_private_rendezvous(placement)
     is_alone_here = placement.ranks.local_world_size == 1 and not placement.ranks.is_one_node
@@ -376,7 +346,10 @@ def _supervision_options(
 
 
 def _supervised_launcher(placement: Placement, processes: ProcessConfig, group: GroupConfig) -> Launcher:
-    options = _supervision_options(placement, processes, group, rendezvous_endpoint(placement))
+    environment, hosts, endpoint = placement.environment, placement.ranks.node_rank == 0, None
+    if not placement.ranks.is_one_node and script_place() is None:  # else the launcher chooses the address
+        endpoint = RendezvousEndpoint((_store_address(environment, hosts), environment.main_port), hosts)
+    options = _supervision_options(placement, processes, group, endpoint)
     ranks = ranks_on_node(placement.ranks)
     if processes.start_method == "popen" or script_place() is not None:
         from rankwise.launchers.script import ScriptLauncher
