@@ -9,7 +9,7 @@ from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
-from rankwise.checks import check_is_a
+from rankwise.checks import check_is_a, check_value
 from rankwise.errors import (
     ConfigurationError,
     DuplicateNameError,
@@ -66,9 +66,9 @@ class NameTable(ABC, Generic[Entry]):
 
     def _check_name(self, name: Any, override: bool) -> str:
         """Return a name to register, in lower case; refuse one that is not a name or is taken."""
-        if not isinstance(name, str) or not name or ":" in name:
-            expected = 'a string that is not empty; options follow a ":"'
-            raise InvalidTypeError(argument="name", value=name, expected=expected)
+        is_valid = isinstance(name, str) and name and ":" not in name
+        expected = 'a string that is not empty; options follow a ":"'
+        check_value("name", name, is_valid, expected, error=InvalidTypeError)
         if name.lower() in self._entries and not override:
             raise DuplicateNameError(name=name.lower(), kind=self.kind, registry=self.title)
         return name.lower()
@@ -183,10 +183,8 @@ def split_options(argument: str, given: Any) -> tuple[str, dict[str, Any]]:
     options: dict[str, Any] = {}
     for item in filter(None, (part.strip() for part in rest.split(","))):
         option, _, value = (part.strip() for part in item.partition("="))
-        if not option or not value:
-            raise InvalidTypeError(
-                argument=argument, value=given, expected='a name with options: "name:option=value"'
-            )
+        expected = 'a name with options: "name:option=value"'
+        check_value(argument, given, option and value, expected, error=InvalidTypeError)
         options[option] = _value(value)
     return name.strip(), options
 

@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint
 from typing import Any, TypeVar, final, overload
 
 from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
-from rankwise.checks import check_is_a, checked_list
+from rankwise.checks import check_is_a, check_value, checked_list
 from rankwise.compatibility.lightning_environments import LightningClusterEnvironment
 from rankwise.compatibility.names import MISSING_STRATEGIES
 from rankwise.environments import ClusterEnvironment
@@ -98,7 +98,9 @@ class _Registry(NameTable[RegisteredStrategy]):
         key = self._check_name(name, override)
 
         def add(cls: StrategyClass) -> StrategyClass:
-            self._entries[key] = RegisteredStrategy(_check_class(cls), description, init_params)
+            is_strategy = isinstance(cls, type) and issubclass(cls, Strategy)
+            check_value("strategy", cls, is_strategy, "a subclass of Strategy", error=InvalidTypeError)
+            self._entries[key] = RegisteredStrategy(cls, description, init_params)
             return cls
 
         if strategy is _DECORATED:
@@ -160,18 +162,10 @@ def _aliases_of(point: EntryPoint, loaded: Any) -> Mapping[str, RegisteredStrate
         isinstance(alias, str) and isinstance(entry, RegisteredStrategy) for alias, entry in aliases.items()
     ):
         return aliases
-    raise InvalidTypeError(
-        argument=point.value,
-        value=loaded,
-        expected="a subclass of Strategy, or a function without arguments that returns "
-        "{name: RegisteredStrategy(...)}",
+    expected = (
+        "a subclass of Strategy, or a function without arguments that returns {name: RegisteredStrategy(...)}"
     )
-
-
-def _check_class(strategy: Any) -> type[Strategy]:
-    if isinstance(strategy, type) and issubclass(strategy, Strategy):
-        return strategy
-    raise InvalidTypeError(argument="strategy", value=strategy, expected="a subclass of Strategy")
+    raise InvalidTypeError(argument=point.value, value=loaded, expected=expected)
 
 
 StrategyRegistry = _Registry()

@@ -37,10 +37,7 @@ _NO_FACTS: Mapping[str, str] = MappingProxyType({})
 
 def check_ranks_agree(strategy: Strategy, facts: dict[str, str]) -> None:
     """Make sure that all ranks have the same `facts`, descriptions by name. Collective."""
-    if strategy.world_size == 1:
-        return
-    if not _are_same(strategy, facts):
-        raise RankMismatchError(differences(_by_rank(strategy, facts)))
+    check_same_values(strategy, {}, facts)
 
 
 def check_same_values(
@@ -50,27 +47,13 @@ def check_same_values(
     when: str = "",
     averaging: str = "",
 ) -> None:
-    """Make sure that all ranks have the same bits of tensors, and the same `facts`. Collective.
+    """Make sure that all ranks have the same bits of dense tensors and the same `facts`, by name. Collective.
 
-    Tensors without dense values are left out.
-
-    Args:
-        strategy: the ranks.
-        tensors: by what a message calls them.
-        facts: descriptions by name.
-        when: where this is called, for the message.
-        averaging: how a strategy of the user's makes parameters equal, for the message.
-
-    Raises:
-        RankMismatchError: names what differs.
+    `when` and `averaging` are for the text of `RankMismatchError`.
     """
     if strategy.world_size > 1 and not _are_same(strategy, {**_summary_of(tensors), **facts}):
-        found = differences(_by_rank(strategy, {**digests_of(tensors), **facts}))
-        raise RankMismatchError(found, when, averaging)
-
-
-def _by_rank(strategy: Strategy, facts: Mapping[str, str]) -> dict[int, Mapping[str, str]]:
-    return dict(enumerate(strategy.all_gather_object(facts)))
+        by_rank = strategy.all_gather_object({**digests_of(tensors), **facts})
+        raise RankMismatchError(differences(dict(enumerate(by_rank))), when, averaging)
 
 
 def _summary_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -134,14 +117,9 @@ def share_states(strategy: Strategy, objects: Sequence[Any]) -> None:
 
 
 def mean_loss(strategy: Strategy, loss: Any, weight: Tensor | float) -> Any:
-    """Return the weighted average of the ranks' losses: an optimizer decides by it what to do next.
+    """Return the weighted average of the ranks' losses, by which an optimizer decides what to do. Collective.
 
-    Collective: every rank must call this.
-
-    Args:
-        strategy: the ranks.
-        loss: a number, or a tensor with one element; anything else is returned as it is.
-        weight: 0 leaves out the loss of this rank, even if it is NaN.
+    What is not a number is returned as it is. A weight of 0 leaves out this rank's loss, even if it is NaN.
     """
     if not isinstance(loss, (Tensor, float, int)):
         return loss
@@ -172,10 +150,7 @@ def replica_of(strategy: Strategy) -> dict[str, int]:
 
 
 def fingerprint_of_loaders(words: str, loaders: list[Any], is_split_here: bool) -> dict[str, str]:
-    """Return the facts of loaders that must be equal: number and, unless split, lengths and subsets' indices.
-
-    `words` names the loaders in messages, such as `"training"`.
-    """
+    """Return the facts of `words` loaders that must be equal: number; unless split, lengths and indices."""
     facts = {f"the number of {words} loaders": str(len(loaders))}
     for number, loader in enumerate(loaders if is_split_here else []):
         if is_shardable(loader) and not is_split(loader):
@@ -210,10 +185,7 @@ def _parts_of(dataset: Any) -> list[Any] | None:
 def agree_on_loaders(
     strategy: Strategy, words: str, loaders: list[Any], *, default: int, is_split_here: bool
 ) -> list[int]:
-    """Compare the ranks' loaders; return each one's order seed. Collective.
-
-    That is the first rank's of its generator, or `default`. For `words` see `fingerprint_of_loaders`.
-    """
+    """Compare the ranks' loaders; return each order seed: the first rank's, or `default`. Collective."""
     check_ranks_agree(strategy, fingerprint_of_loaders(words, loaders, is_split_here))
     own = [order_seed(loader) if is_split_here else None for loader in loaders]
     if any(seed is not None for seed in own):

@@ -118,9 +118,7 @@ class Job:
     def guard(self, name: str, group: ProcessGroup | None = None) -> AbstractContextManager[None]:
         """Return the block for a collective; the supervisor sees that this rank waits in it.
 
-        Raises:
-            LifecycleError: in code that only rank zero runs and in hooks after a failure on this rank, where
-                other ranks would never call it.
+        Raises where other ranks never call it: in code of rank zero alone, and in hooks after a failure.
         """
         if self.worker.ranks.world_size > 1 and (interception.observers or is_in_rank_zero_section()):
             refuse_lone_call(name, None if group is None else group.size())
@@ -176,7 +174,9 @@ class Job:
     def _failure_of(self, error: BaseException) -> _Failure:
         own = readable(error)
         own = explain_unused(own) or own
-        _add_hint(own)
+        if sys.version_info >= (3, 11) and type(own) is ValueError:
+            if hint := hint_for("ValueError", text_of(own)):
+                own.add_note(f"rankwise: {hint}")
         return _Failure(error, *resolve_cause(own, self.worker.ranks, self.worker.failure_exchange))
 
 
@@ -187,12 +187,6 @@ class _Failure(NamedTuple):
     error: BaseException
     cause: BaseException
     record: FailureRecord
-
-
-def _add_hint(error: BaseException) -> None:
-    if sys.version_info >= (3, 11) and type(error) is ValueError:
-        if hint := hint_for("ValueError", text_of(error)):
-            error.add_note(f"rankwise: {hint}")
 
 
 def launched_parts(
@@ -211,17 +205,9 @@ def launch_into(
     described: Mapping[str, object],
     rendezvous: str,
 ) -> None:
-    """Launch, and put the values into `results`, also where all ranks have stopped for a signal.
-
-    Raises:
-        SystemExit, KeyboardInterrupt: for a signal, which has ended the work or stopped all ranks.
-        Others: as `Launcher.launch`.
-    """
-    run = (
-        launcher.launch
-        if launcher.runs_in_caller or launcher.copies_entry
-        else partial(_launch_copies, launcher)
-    )
+    """Launch, and put the values into `results`, also where a signal, which this raises, has stopped all."""
+    needs_no_copy = launcher.runs_in_caller or launcher.copies_entry
+    run = launcher.launch if needs_no_copy else partial(_launch_copies, launcher)
     try:
         results.update(run(entry, described, rendezvous))
     except StoppedBySignal as stopped:

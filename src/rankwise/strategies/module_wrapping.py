@@ -47,14 +47,14 @@ class WrappedModules:
 
     def sync_batchnorms(self, module: nn.Module, group: ProcessGroup | None) -> None:
         """Replace layers by `SyncBatchNorm`; their parameters and buffers stay the same objects."""
-        if _is_replaceable(module):
+        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
             raise ConfigurationError(
                 message="sync_batchnorm=True cannot replace a module that is itself a batch normalisation.",
                 remedy=f"wrap it: nn.Sequential({type(module).__name__}(...)).",
             )
         for owner in list(module.modules()):
             for name, layer in list(owner.named_children()):
-                if isinstance(layer, _BatchNorm) and _is_replaceable(layer):
+                if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm):
                     synced = nn.SyncBatchNorm.convert_sync_batchnorm(layer, group)
                     setattr(owner, name, synced)
                     self._batchnorms.setdefault(owner, []).append((name, layer, synced))
@@ -86,10 +86,6 @@ class WrappedModules:
             wrapper._comm_hooks.clear()
             wrapper.__dict__["process_group"] = None
         self.wrappers.clear()
-
-
-def _is_replaceable(layer: nn.Module) -> bool:
-    return isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
 
 
 def own_memory(module: nn.Module, launcher: Launcher | None) -> None:
@@ -130,7 +126,11 @@ def checked_wrapper(wrapped: object, strategy: str, group: ProcessGroup | None) 
             value=wrapped,
             expected="it to return a DistributedDataParallel",
         )
-    averaged, sharing = _ranks_of(wrapped.process_group), _ranks_of(group)
+    ranks_of = dist.get_process_group_ranks
+    averaged, sharing = (
+        ranks_of(wrapped.process_group),
+        ranks_of(dist.group.WORLD if group is None else group),
+    )
     if set(averaged) != set(sharing):
         raise ConfigurationError(
             message=f"{strategy}.configure_ddp() averages gradients over other ranks than share the data.",
@@ -139,10 +139,6 @@ def checked_wrapper(wrapped: object, strategy: str, group: ProcessGroup | None) 
             "process_group=self.data_parallel_group, **self.ddp_kwargs).",
         )
     return wrapped
-
-
-def _ranks_of(group: ProcessGroup | None) -> list[int]:
-    return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
 
 
 def check_collectives_of(wrapped: DistributedDataParallel, check: CollectiveCheck) -> None:
