@@ -186,14 +186,11 @@ class RankwiseError(Exception):
         return ""
 
     def __str__(self) -> str:
-        lines = [self.summary()]
-        seen, fix = self.seen(), self.fix()
-        parts = [f"  Seen: {seen}"] if seen else [], [f"  Fix: {fix}"] if fix else []
-        for part in reversed(parts) if self.FIX_FIRST else parts:
-            lines += part
-        if appendix := self.appendix():
-            lines.append(appendix.rstrip())
-        return "\n".join(lines)
+        parts = [("  Seen: ", self.seen()), ("  Fix: ", self.fix())]
+        if self.FIX_FIRST:
+            parts.reverse()
+        parts = [("", self.summary()), *parts, ("", self.appendix().rstrip())]
+        return "\n".join(f"{label}{text}" for label, text in parts if text)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self.summary()}>"

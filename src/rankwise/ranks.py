@@ -131,15 +131,10 @@ def is_in_rank_zero_section() -> bool:
 def warn(text: str) -> None:
     """Emit a `UserWarning` at the innermost line outside of libraries: the one that its reader can change."""
     frame = sys._getframe(1)
-    while _is_in_a_library(frame) and frame.f_back is not None:
+    while frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES and frame.f_back is not None:
         frame = frame.f_back
     place = frame.f_globals
     registry = place.setdefault("__warningregistry__", {})
     warnings.warn_explicit(
         text, UserWarning, frame.f_code.co_filename, frame.f_lineno, place.get("__name__"), registry
     )
-
-
-def _is_in_a_library(frame: FrameType) -> bool:
-    name: str = frame.f_globals.get("__name__", "")
-    return name.partition(".")[0] in _LIBRARIES

@@ -97,7 +97,7 @@ class _Registry(NameTable[RegisteredStrategy]):
         """
         key = self._check_name(name, override)
 
-        def add(cls: StrategyClass) -> StrategyClass:
+        def add(cls: Any) -> Any:
             is_strategy = isinstance(cls, type) and issubclass(cls, Strategy)
             check_value("strategy", cls, is_strategy, "a subclass of Strategy", error=InvalidTypeError)
             self._entries[key] = RegisteredStrategy(cls, description, init_params)
@@ -183,14 +183,9 @@ for _strategy in (
 def bound_strategy(
     strategy: Any, precision: Any, plugins: Any, *, sync_batchnorm: bool = False, **placement: Any
 ) -> Strategy:
-    """Build and bind the strategy of a Trainer or Fabric from its arguments.
+    """Build and bind the strategy of a Trainer's or Fabric's arguments, which must not contradict its own.
 
-    Args:
-        strategy: a name or an instance; a copy is bound if it is bound already or gets other plug-ins.
-        precision: None uses the strategy's.
-        plugins: a cluster environment, a precision, a checkpoint IO, a strategy; one of each.
-        sync_batchnorm: whether the strategy synchronises batch normalisation.
-        placement: the arguments of `bind`, which must not contradict the strategy's own.
+    A copy of an instance is bound if it is bound already or gets other plug-ins. `placement` is for `bind`.
     """
     found = _by_kind(plugins)
     given = _with_plugins(strategy, precision, found, sync_batchnorm=sync_batchnorm)

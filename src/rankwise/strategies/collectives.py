@@ -167,20 +167,15 @@ def errors_shared(strategy: Any, *, of_rank_zero: bool = False) -> Iterator[None
     except Exception as error:  # noqa: BLE001  raised below, on all ranks
         own = error
     try:
-        sent = None if own is None else _sent(own, strategy.ranks)
+        sent = own  # as every rank can read it:
+        if own is not None and not isinstance(own, RankwiseError):
+            sent = FailureRecord.of_exception(strategy.ranks, own).to_error(time.monotonic(), (), ())
         found = [strategy.broadcast(sent)] if of_rank_zero else strategy.all_gather_object(sent)
         errors = [error for error in found if error is not None]
         if errors:
             raise mark_propagated(errors[0]) if own is None else own
     finally:
         own, sent, found, errors = None, None, [], []  # their tracebacks refer to this frame
-
-
-def _sent(error: Exception, ranks: RankInfo) -> RankwiseError:
-    """Return an error that every rank can read."""
-    if isinstance(error, RankwiseError):
-        return error
-    return FailureRecord.of_exception(ranks, error).to_error(time.monotonic(), (), ())
 
 
 def write_checkpoint(strategy: Any, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:

@@ -37,13 +37,7 @@ from rankwise.compatibility.names import (
 )
 from rankwise.environments import ClusterEnvironment
 from rankwise.environments.detect import find_environment
-from rankwise.errors import (
-    ConfigurationError,
-    InvalidTypeError,
-    LifecycleError,
-    UnknownNameError,
-    text_of,
-)
+from rankwise.errors import ConfigurationError, InvalidTypeError, LifecycleError, UnknownNameError, text_of
 from rankwise.launchers import Launcher
 from rankwise.precision import Precision
 from rankwise.process_group import check_backend

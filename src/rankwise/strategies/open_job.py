@@ -7,6 +7,7 @@ import dis
 import os
 import sys
 from contextlib import ExitStack
+from traceback import walk_stack
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, final
 
@@ -30,11 +31,8 @@ def begin_job(strategy: Strategy) -> None:
     What ends the script ends the job: its last line on every rank, an exception on any of them, a signal. The
     job's first failure is then printed instead of this rank's own, as `Strategy.launch` would raise it.
 
-    Mutates: `sys.excepthook`, `sys.exit`, and what a job changes, until this process ends.
-
-    Raises:
-        LaunchRefusedError: where processes are started that run a function only, and within such a job.
-        Others: as `Strategy.launch`.
+    Mutates: `sys.excepthook`, `sys.exit`, and what a job changes, until this process ends. Refused where
+    processes are started that run a function only, and within such a job.
     """
     global _open
     strategy._check_not_in_job("begin_job()")
@@ -68,7 +66,7 @@ class OpenJob:
         self.is_running = True
         self._job = job
         self._worker = worker
-        self._script = _outermost_frame()
+        *_, (self._script, _) = walk_stack(sys._getframe())
         self._pid = os.getpid()
         self._hook = sys.excepthook
         sys.excepthook = self._on_exception
@@ -118,13 +116,6 @@ class OpenJob:
             exit_now(error.code if isinstance(error.code, int) else _FAILURE)
         report_at_exit(error)
         exit_now(exit_code_of(error))
-
-
-def _outermost_frame() -> FrameType:
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-    return frame
 
 
 def _has_returned(frame: FrameType) -> bool:

@@ -51,13 +51,7 @@ from rankwise.ranks import RankInfo
 from rankwise.stores.rendezvous import mig_slices
 from rankwise.stores.sealed import job_key_of_environment
 from rankwise.stores.tcp import RendezvousEndpoint
-from rankwise.strategies.config import (
-    GroupConfig,
-    ProcessConfig,
-    check_devices,
-    check_num_nodes,
-    device_type,
-)
+from rankwise.strategies.config import GroupConfig, ProcessConfig, check_devices, check_num_nodes, device_type
 from rankwise.torch_internals import JOB, check_torch
 
 if TYPE_CHECKING:
