@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint
 from typing import Any, TypeVar, final, overload
 
+from rankwise import strategies
 from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
 from rankwise.checks import check_is_a, check_value, checked_list
 from rankwise.compatibility.lightning_environments import LightningClusterEnvironment
@@ -15,15 +16,7 @@ from rankwise.environments import ClusterEnvironment
 from rankwise.errors import ConfigurationError, InvalidTypeError, UnknownStrategyError
 from rankwise.named_options import NameTable, package_of, split_options
 from rankwise.precision import Precision, create_precision
-from rankwise.strategies import (
-    AutoStrategy,
-    DDPElasticStrategy,
-    DDPForkStrategy,
-    DDPSpawnStrategy,
-    DDPStrategy,
-    SingleDeviceStrategy,
-    Strategy,
-)
+from rankwise.strategies import Strategy
 from rankwise.strategies.config import agreed_value
 
 __all__ = ["RegisteredStrategy", "StrategyRegistry"]
@@ -169,15 +162,8 @@ def _aliases_of(point: EntryPoint, loaded: Any) -> Mapping[str, RegisteredStrate
 
 
 StrategyRegistry = _Registry()
-for _strategy in (
-    AutoStrategy,
-    SingleDeviceStrategy,
-    DDPStrategy,
-    DDPSpawnStrategy,
-    DDPForkStrategy,
-    DDPElasticStrategy,
-):
-    _strategy.register_strategies(StrategyRegistry)
+for _strategy in strategies.__all__:
+    getattr(strategies, _strategy).register_strategies(StrategyRegistry)
 
 
 def bound_strategy(

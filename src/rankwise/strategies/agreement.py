@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,7 @@ from rankwise.process_group.rank_comparison import (
     has_values,
     joint_digest,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from rankwise.strategies.base import Strategy
+from rankwise.strategies.base import Strategy
 
 _NO_FACTS: Mapping[str, str] = MappingProxyType({})
 

@@ -25,8 +25,7 @@ from rankwise.failures.classify import start_exception_chain
 from rankwise.gradient_sync import GradientSync
 from rankwise.gradient_sync.buckets import reduce_listed
 from rankwise.gradient_sync.parameters import check_dense, check_parameters, share_module
-from rankwise.launchers import Launcher
-from rankwise.launchers.context import WorkerContext
+from rankwise.launchers import Launcher, WorkerContext
 from rankwise.monitoring.heartbeat import OPTIMIZER, report_phase
 from rankwise.nested import to_device
 from rankwise.precision import Precision

@@ -18,8 +18,7 @@ from rankwise.checkpoint.base import as_checkpoint_error
 from rankwise.errors import CheckpointError, RankwiseError, RankZeroFailedError, RendezvousTimeoutError
 from rankwise.failures.classify import mark_propagated
 from rankwise.failures.record import FailureRecord
-from rankwise.launchers import Launcher
-from rankwise.launchers.context import WorkerContext
+from rankwise.launchers import Launcher, WorkerContext
 from rankwise.monitoring.heartbeat import report_phase, saving_in_hook_reported
 from rankwise.process_group import collectives, default_backend, objects, rank_zero_first
 from rankwise.process_group.after_failure import is_after_failure, refuse_partly_updated

@@ -12,16 +12,18 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
+from torch.distributed import ProcessGroup
 
 from rankwise.checkpoint import CheckpointIO
 from rankwise.errors import hint_for, text_of
 from rankwise.failures.classify import readable
 from rankwise.failures.exchange import resolve_cause
+from rankwise.failures.record import FailureRecord
 from rankwise.gradient_sync.unused import explain_unused
-from rankwise.launchers.context import WorkerContext, torchrun_variables
+from rankwise.launchers.context import Entry, Launcher, WorkerContext, torchrun_variables
 from rankwise.monitoring.heartbeat import (
     OPTIMIZER,
     TEARDOWN,
@@ -45,11 +47,6 @@ from rankwise.strategies.config import GroupConfig
 from rankwise.strategies.module_wrapping import WrappedModules
 from rankwise.strategies.placement import interface_of
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from rankwise.failures.record import FailureRecord
-    from rankwise.launchers.context import Entry, Launcher
 _log = logging.getLogger(__name__)
 
 

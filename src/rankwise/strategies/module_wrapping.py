@@ -6,23 +6,20 @@ import sys
 import weakref
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast, final
+from typing import Any, TypeVar, cast, final
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.gradient_sync.comm_hook import is_averaging, register_ddp_comm_hook
+from rankwise.launchers import Launcher
+from rankwise.process_group.collective_check import CollectiveCheck
 from rankwise.process_group.rank_comparison import has_values
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from rankwise.launchers import Launcher
-    from rankwise.process_group.collective_check import CollectiveCheck
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

@@ -9,17 +9,15 @@ import sys
 from contextlib import ExitStack
 from traceback import walk_stack
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, final
+from typing import Any, ClassVar, NoReturn, final
 
 from rankwise.errors import LaunchRefusedError, WorkerError, WorkerExitedError
 from rankwise.failures.record import FailureRecord
 from rankwise.launchers.channel import Kind
 from rankwise.launchers.context import CallerLauncher, WorkerContext
 from rankwise.processes.exit_codes import exit_code_of, exit_now, report_at_exit
+from rankwise.strategies.base import Strategy
 from rankwise.strategies.placement import chosen_rendezvous
-
-if TYPE_CHECKING:
-    from rankwise.strategies.base import Strategy
 
 _FAILURE = 1
 _open: OpenJob | None = None
