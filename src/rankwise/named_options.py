@@ -92,10 +92,7 @@ class NameTable(ABC, Generic[Entry]):
         """Return the error about a name without an entry."""
 
     def _has(self, key: str) -> bool:
-        """Return whether there is an entry, after loading the entry points that may have it.
-
-        An entry point with the name of an entry that exists is loaded too, for the warning.
-        """
+        """Return whether there is an entry; entry points of that name are loaded first, if only to warn."""
         if key not in self._entries:
             self._load_installed(key)
         for point in self._untried():

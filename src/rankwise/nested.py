@@ -98,10 +98,7 @@ def is_numpy_scalar(value: Any) -> bool:
 
 
 def walked(value: Any, parts_of: Callable[[Any], Iterable[Any] | None] = contained) -> Iterator[Any]:
-    """Yield a value and all that is in it in order, the parts of each container once; one may contain itself.
-
-    `parts_of` returns the parts of a container, and None for other values.
-    """
+    """Yield a value and all in it in order, each container's parts once; `parts_of` returns them, or None."""
     known: dict[int, Any] = {}
     left = [value]
     while left:

@@ -13,10 +13,7 @@ T = TypeVar("T")
 def call_with_limit(
     function: Callable[[], T], limit_s: float, *ignored: type[BaseException], name: str = "rankwise-call"
 ) -> list[T]:
-    """Call a function in a daemon thread; return its value, or nothing if it takes longer than the limit.
-
-    Returns nothing after one of the `ignored` exceptions either. `name` is the thread's.
-    """
+    """Call a function in a thread; return its value, or nothing after the limit or an `ignored` exception."""
     values: list[T] = []
 
     def run() -> None:

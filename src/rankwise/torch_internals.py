@@ -24,19 +24,12 @@ _REFUSED = "refused before anything starts"
 
 @final
 class Internal(NamedTuple):
-    """Private names of one module or class of torch.
+    """Private names of one module or class of torch."""
 
-    Attributes:
-        owner: a module, or a module and a class of it with a colon between.
-        names: of the owner; or of its instances, where its methods use them.
-        used_for: what needs them.
-        without: what happens where one is missing.
-    """
-
-    owner: str
-    names: str
+    owner: str  # a module, or a module and a class of it with a colon between
+    names: str  # of the owner; or of its instances, where its methods use them
     used_for: str
-    without: str = _REFUSED
+    without: str = _REFUSED  # what happens where one is missing
 
 
 _C10D = "torch.distributed.distributed_c10d"

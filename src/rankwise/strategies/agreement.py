@@ -68,10 +68,7 @@ def _are_same(strategy: Strategy, facts: dict[str, str]) -> bool:
 
 
 def share_model(strategy: Strategy, module: nn.Module) -> None:
-    """Give every rank rank 0's parameters and buffers, unless all ranks have the same ones. Collective.
-
-    Parameters that DDP is configured to ignore do not change.
-    """
+    """Give every rank rank 0's parameters and buffers, but for those that DDP ignores. Collective."""
     if strategy.world_size == 1:
         return
     values = values_of(module, with_buffers=True)
@@ -160,10 +157,7 @@ def fingerprint_of_loaders(words: str, loaders: list[Any], is_split_here: bool) 
 
 
 def _digest_of_subsets(dataset: Any) -> str | None:
-    """Return a digest of the indices of torch's subsets, nested ones too; None if there are none.
-
-    It differs between processes that have each split their data at random, without a seed.
-    """
+    """Return a digest of the indices of torch's subsets, nested ones too; unseeded random splits differ."""
     digest = None
     for each in walked(dataset, _parts_of):
         if isinstance(each, Subset):

@@ -153,11 +153,9 @@ class RankCollectives(WithParts, ABC):
 
 @contextmanager
 def errors_shared(strategy: Any, *, of_rank_zero: bool = False) -> Iterator[None]:
-    """Raise an exception of the block on every rank. Collective; the block must not call collectives.
+    """Raise an exception of the block, with `of_rank_zero` of rank 0's, on every rank. Collective.
 
-    With `of_rank_zero`, only the block on global rank 0 can fail.
-
-    Errors of this package are the same on all ranks; for others, other ranks get a `WorkerRaisedError`.
+    The block calls no collectives. Instead of another package's error, other ranks get a `WorkerRaisedError`.
     """
     own: Exception | None = None
     errors: list[Exception] = []
