@@ -103,9 +103,9 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
     return by_lower[matches[0]] if matches else None
 
 
-def _suggestion(name: object, known: Iterable[str]) -> str:
-    suggestion = nearest(str(name), known)
-    return f" Did you mean {suggestion!r}?" if suggestion else ""
+def _suggestion(error: UnknownNameError | UnknownArgumentError) -> str:
+    found = None if error.remedy else nearest(str(error.name), error.known)
+    return f" Did you mean {found!r}?" if found else ""
 
 
 def signal_name(number: int) -> str:
@@ -234,8 +234,7 @@ class UnknownNameError(ConfigurationError):
     known: tuple[str, ...] = ()
 
     def summary(self) -> str:
-        suggestion = "" if self.remedy else _suggestion(self.name, self.known)
-        return f"Unknown {self.kind} {self.name!r}.{suggestion}"
+        return f"Unknown {self.kind} {self.name!r}.{_suggestion(self)}"
 
     def seen(self) -> str:
         return f"{self.KNOWN} {_listed(sorted(self.known))}."
@@ -292,8 +291,7 @@ class UnknownArgumentError(ConfigurationError, TypeError):
     known: tuple[str, ...] = ()
 
     def summary(self) -> str:
-        suggestion = "" if self.remedy else _suggestion(self.name, self.known)
-        return f"{self.target} takes no argument {self.name!r}.{suggestion}"
+        return f"{self.target} takes no argument {self.name!r}.{_suggestion(self)}"
 
     def seen(self) -> str:
         return f"it takes {_listed(sorted(self.known))}."
@@ -552,8 +550,8 @@ class WorkerTimedOutError(WorkerRaisedError):
     def what(self) -> str:
         if self.exception_type == self.TIME_LIMIT:
             return f"had not ended {self.exception_message}"
-        ranks = ", ".join(str(rank) for rank in self.missing)
-        return f"waited too long for {f'global_rank={ranks}' if ranks else 'another rank'}: {super().what()}"
+        ranks = f"global_rank={', '.join(map(str, self.missing))}" if self.missing else "another rank"
+        return f"waited too long for {ranks}: {super().what()}"
 
     def seen(self) -> str:
         return "".join([super().seen(), *(f"\n        {line}" for line in self.last_seen)])
