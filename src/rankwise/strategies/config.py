@@ -7,8 +7,9 @@ import inspect
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, final
 
@@ -61,162 +62,6 @@ _NODES = 'a number from 1 up, or "auto"'
 _NOT_ACCELERATORS = ("ddp", "ddp_spawn", "ddp_cpu", "ddp2", "dp", "horovod")
 # Arguments of DistributedDataParallel that the strategy itself passes.
 _PASSED_BY_STRATEGY = ("self", "module", "device_ids", "output_device", "dim", "process_group")
-
-
-@final
-@dataclass(frozen=True)
-class ProcessConfig:
-    """Which processes a job has, how they are started and how they are stopped.
-
-    Attributes:
-        time_limit: after how long a job is a failure; its processes are then killed, with their stacks.
-    """
-
-    accelerator: str = "auto"
-    devices: Devices = "auto"
-    num_nodes: int | Literal["auto"] = "auto"
-    cluster_environment: GivenEnvironment | None = None
-    start_method: str = "popen"
-    rendezvous: str = "auto"
-    grace_period_s: float = 1.0
-    stall_warning: timedelta = timedelta(minutes=1)
-    command: Sequence[str] | None = None
-    launcher: Launcher | None = None
-    time_limit: timedelta | None = None
-
-    def __post_init__(self) -> None:
-        check_accelerator(self.accelerator)
-        check_devices(self.devices)
-        check_num_nodes(self.num_nodes)
-        given = self.cluster_environment
-        if isinstance(given, str):
-            find_environment(given)
-        elif given is not None:
-            kinds = (ClusterEnvironment, LightningClusterEnvironment)
-            check_is_a("cluster_environment", given, kinds, "a ClusterEnvironment instance or a name")
-            check_given_environment(given)
-        _normalize(
-            self,
-            start_method=_check_start_method(self.start_method),
-            rendezvous=check_name("rendezvous", self.rendezvous, _RENDEZVOUS),
-            grace_period_s=_check_grace_period(self.grace_period_s),
-            stall_warning=_check_timeout("stall_warning", self.stall_warning),
-            command=_check_command(self.command),
-            time_limit=None if self.time_limit is None else _check_timeout("time_limit", self.time_limit),
-        )
-        self._check_launcher()
-
-    def _check_launcher(self) -> None:
-        if self.launcher is None:
-            return
-        check_is_a("launcher", self.launcher, Launcher)
-        check_overrides(self.launcher, MISSING_HOOKS["launcher"])
-        if self.start_method != "popen" or self.command is not None:
-            raise ConfigurationError(
-                message="launcher= starts the processes, so there is no other way to start them.",
-                facts=f"launcher={self.launcher!r}, start_method={self.start_method!r}, "
-                f"command={self.command!r}.",
-                remedy="DDPStrategy(launcher=...), without start_method and command.",
-            )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the launcher: it belongs to the launching process."""
-        return {**self.__dict__, "launcher": None}
-
-    def __deepcopy__(self, memo: object) -> ProcessConfig:
-        return self  # it cannot change
-
-
-@final
-@dataclass(frozen=True)
-class GroupConfig:
-    """How the ranks communicate.
-
-    Attributes:
-        process_group_backend: None for the default of the device.
-        check_collectives: given as None, it is what `RANKWISE_CHECK_COLLECTIVES` says.
-    """
-
-    process_group_backend: str | None = None
-    timeout: timedelta = timedelta(minutes=10)
-    init_timeout: timedelta = timedelta(minutes=2)
-    check_collectives: bool = False
-    sync_batchnorm: bool = False
-
-    def __post_init__(self) -> None:
-        backend = self.process_group_backend
-        _normalize(
-            self,
-            process_group_backend=None if backend is None else check_backend(backend),
-            timeout=_check_timeout("timeout", self.timeout),
-            init_timeout=_check_timeout("init_timeout", self.init_timeout),
-            check_collectives=_check_collectives(self.check_collectives),
-        )
-
-
-def ddp_names(name: str, description: str, **arguments: Any) -> RegisteredNames:
-    """Return a name, and the two that also set `find_unused_parameters`."""
-    names: dict[str, tuple[str, Mapping[str, Any]]] = {name: (description, arguments)}
-    for value in (True, False):
-        more = {**arguments, "find_unused_parameters": value}
-        alias = f"{name}_find_unused_parameters_{str(value).lower()}"
-        names[alias] = (f"{description}; find_unused_parameters={value}", more)
-    return names
-
-
-def take_fields(config: type, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Remove the arguments that are fields of a config, and return them."""
-    return {each.name: arguments.pop(each.name) for each in fields(config) if each.name in arguments}
-
-
-@final
-class PartField(property, Generic[T]):
-    """An attribute of a strategy that is one of its part `part`; it can be set if that is a config."""
-
-    def __init__(self, part: str) -> None:
-        self._part = part
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-        path = f"{self._part}.{name}"
-        self.read = attrgetter(path)  # raises an error that says what is missing
-        # As a property of a function in C, it is read without a call in Python.
-        super().__init__(attrgetter(path.replace("placement.", "_placement.", 1)), self._set)
-
-    if TYPE_CHECKING:
-
-        def __get__(self, strategy: Any, owner: type | None = None) -> T: ...  # type: ignore[override]
-
-    def _set(self, strategy: Any, value: T) -> None:
-        if not self._part.endswith("_config"):
-            given = f"({self._name}={value!r})"
-            is_argument = self._name in {field.name for field in fields(ProcessConfig)}
-            remedy = f" Write {type(strategy).__name__}{given}, or bind{given}." if is_argument else ""
-            raise AttributeError(f"{self._name!r} cannot be set: it is {self._part}.{self._name}.{remedy}")
-        setattr(strategy, self._part, replace(getattr(strategy, self._part), **{self._name: value}))
-
-
-class WithParts:
-    """Has attributes that are `PartField`s, also of parts that are not there yet, and none of Lightning's."""
-
-    vars().update(missing_attributes("Strategy", STRATEGY_ATTRIBUTES))
-
-    def __getattr__(self, name: str) -> Any:
-        """Raise the error that says what is missing."""
-        field = getattr(type(self), name, None)
-        if isinstance(field, PartField):
-            try:
-                return field.read(self)
-            except LifecycleError as error:
-                raise LifecycleError(name, error.state, error.needed, error.remedy, "read") from None
-        if isinstance(field, MissingAttribute):
-            return field.__get__(self)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-
-
-def _normalize(config: Any, **values: Any) -> None:
-    for name, value in values.items():
-        object.__setattr__(config, name, value)  # the dataclass is frozen
 
 
 def check_accelerator(accelerator: object) -> str:
@@ -273,6 +118,206 @@ def _parse_devices(text: str) -> int | list[int]:
     return numbers if "," in text else numbers[0]
 
 
+def check_num_nodes(num_nodes: int | Literal["auto"]) -> int | None:
+    """Return the number of nodes, or None for as many as the environment has."""
+    if num_nodes == "auto":
+        return None
+    check_is_a("num_nodes", num_nodes, int, _NODES)
+    check_minimum("num_nodes", num_nodes, 1, _NODES)
+    return num_nodes
+
+
+def _check_start_method(name: str, value: object) -> str:
+    start_method = check_name(name, value, _START_METHODS)
+    if start_method in ("fork", "forkserver") and sys.platform == "win32":
+        raise ConfigurationError(
+            message=f"start_method={start_method!r} does not exist on Windows.",
+            remedy='use strategy="ddp" or "ddp_spawn".',
+        )
+    return start_method
+
+
+def _check_command(name: str, value: object) -> tuple[str, ...]:
+    words = tuple(value) if isinstance(value, (list, tuple)) else ()
+    are_strings = words and all(isinstance(word, str) for word in words)
+    remedy = 'command=[sys.executable, "train.py"]'
+    check_value(name, value, are_strings, "a list of strings", remedy, InvalidTypeError)
+    return words
+
+
+def _check_timeout(name: str, value: Any) -> timedelta:
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    expected = "a number of seconds or a datetime.timedelta"
+    check_is_a(name, seconds, (int, float), expected, f"{name}=timedelta(seconds=...)")
+    expected = f"a duration from 0 to {timedelta(seconds=_LONGEST_S)}"
+    check_value(name, value, _SHORTEST_S <= seconds <= _LONGEST_S, expected)  # not so for NaN
+    return timedelta(seconds=seconds)
+
+
+def _check_grace_period(name: str, value: Any) -> float:
+    check_is_a(name, value, (int, float), "a number of seconds")
+    check_value(name, value, 0 <= value <= _LONGEST_S, f"0 to {_LONGEST_S:g} seconds")
+    return float(value)
+
+
+def _check_collectives(name: str, value: Any) -> bool:
+    if value is None:
+        value = os.environ.get(_CHECK_VARIABLE, "")
+        check_choice(_CHECK_VARIABLE, value, _CHECK_VALUES, "1 or 0")
+        return _CHECK_VALUES[value]
+    check_is_a(name, value, bool, "True, False or None")
+    return bool(value)
+
+
+def _check_backend(_: str, value: object) -> str:
+    return check_backend(value)
+
+
+def _check_fields(config: Any) -> None:
+    """Replace each field by what the check in its metadata returns; a default of None stays."""
+    for each in fields(config):
+        value = getattr(config, each.name)
+        if "check" in each.metadata and (value is not None or each.default is not None):
+            checked = each.metadata["check"](each.name, value)
+            object.__setattr__(config, each.name, checked)  # the dataclass is frozen
+
+
+@final
+@dataclass(frozen=True)
+class ProcessConfig:
+    """Which processes a job has, how they are started and how they are stopped.
+
+    Attributes:
+        time_limit: after how long a job is a failure; its processes are then killed, with their stacks.
+    """
+
+    accelerator: str = "auto"
+    devices: Devices = "auto"
+    num_nodes: int | Literal["auto"] = "auto"
+    cluster_environment: GivenEnvironment | None = None
+    start_method: str = field(default="popen", metadata={"check": _check_start_method})
+    rendezvous: str = field(default="auto", metadata={"check": partial(check_name, names=_RENDEZVOUS)})
+    grace_period_s: float = field(default=1.0, metadata={"check": _check_grace_period})
+    stall_warning: timedelta = field(default=timedelta(minutes=1), metadata={"check": _check_timeout})
+    command: Sequence[str] | None = field(default=None, metadata={"check": _check_command})
+    launcher: Launcher | None = None
+    time_limit: timedelta | None = field(default=None, metadata={"check": _check_timeout})
+
+    def __post_init__(self) -> None:
+        check_accelerator(self.accelerator)
+        check_devices(self.devices)
+        check_num_nodes(self.num_nodes)
+        given = self.cluster_environment
+        if isinstance(given, str):
+            find_environment(given)
+        elif given is not None:
+            kinds = (ClusterEnvironment, LightningClusterEnvironment)
+            check_is_a("cluster_environment", given, kinds, "a ClusterEnvironment instance or a name")
+            check_given_environment(given)
+        _check_fields(self)
+        self._check_launcher()
+
+    def _check_launcher(self) -> None:
+        if self.launcher is None:
+            return
+        check_is_a("launcher", self.launcher, Launcher)
+        check_overrides(self.launcher, MISSING_HOOKS["launcher"])
+        if self.start_method != "popen" or self.command is not None:
+            raise ConfigurationError(
+                message="launcher= starts the processes, so there is no other way to start them.",
+                facts=f"launcher={self.launcher!r}, start_method={self.start_method!r}, "
+                f"command={self.command!r}.",
+                remedy="DDPStrategy(launcher=...), without start_method and command.",
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the launcher: it belongs to the launching process."""
+        return {**self.__dict__, "launcher": None}
+
+    def __deepcopy__(self, memo: object) -> ProcessConfig:
+        return self  # it cannot change
+
+
+@final
+@dataclass(frozen=True)
+class GroupConfig:
+    """How the ranks communicate.
+
+    Attributes:
+        process_group_backend: None for the default of the device.
+        check_collectives: given as None, it is what `RANKWISE_CHECK_COLLECTIVES` says.
+    """
+
+    process_group_backend: str | None = field(default=None, metadata={"check": _check_backend})
+    timeout: timedelta = field(default=timedelta(minutes=10), metadata={"check": _check_timeout})
+    init_timeout: timedelta = field(default=timedelta(minutes=2), metadata={"check": _check_timeout})
+    check_collectives: bool = field(default=False, metadata={"check": _check_collectives})
+    sync_batchnorm: bool = False
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+
+def ddp_names(name: str, description: str, **arguments: Any) -> RegisteredNames:
+    """Return a name, and the two that also set `find_unused_parameters`."""
+    names: dict[str, tuple[str, Mapping[str, Any]]] = {name: (description, arguments)}
+    for value in (True, False):
+        more = {**arguments, "find_unused_parameters": value}
+        alias = f"{name}_find_unused_parameters_{str(value).lower()}"
+        names[alias] = (f"{description}; find_unused_parameters={value}", more)
+    return names
+
+
+def take_fields(config: type, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Remove the arguments that are fields of a config, and return them."""
+    return {each.name: arguments.pop(each.name) for each in fields(config) if each.name in arguments}
+
+
+@final
+class PartField(property, Generic[T]):
+    """An attribute of a strategy that is one of its part `part`; it can be set if that is a config."""
+
+    def __init__(self, part: str) -> None:
+        self._part = part
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+        path = f"{self._part}.{name}"
+        self.read = attrgetter(path)  # raises an error that says what is missing
+        # As a property of a function in C, it is read without a call in Python.
+        super().__init__(attrgetter(path.replace("placement.", "_placement.", 1)), self._set)
+
+    if TYPE_CHECKING:
+
+        def __get__(self, strategy: Any, owner: type | None = None) -> T: ...  # type: ignore[override]
+
+    def _set(self, strategy: Any, value: T) -> None:
+        if not self._part.endswith("_config"):
+            given = f"({self._name}={value!r})"
+            is_argument = self._name in {each.name for each in fields(ProcessConfig)}
+            remedy = f" Write {type(strategy).__name__}{given}, or bind{given}." if is_argument else ""
+            raise AttributeError(f"{self._name!r} cannot be set: it is {self._part}.{self._name}.{remedy}")
+        setattr(strategy, self._part, replace(getattr(strategy, self._part), **{self._name: value}))
+
+
+class WithParts:
+    """Has attributes that are `PartField`s, also of parts that are not there yet, and none of Lightning's."""
+
+    vars().update(missing_attributes("Strategy", STRATEGY_ATTRIBUTES))
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise the error that says what is missing."""
+        attribute = getattr(type(self), name, None)
+        if isinstance(attribute, PartField):
+            try:
+                return attribute.read(self)
+            except LifecycleError as error:
+                raise LifecycleError(name, error.state, error.needed, error.remedy, "read") from None
+        if isinstance(attribute, MissingAttribute):
+            return attribute.__get__(self)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
+
 def agreed_value(argument: str, own: Any, given: Any) -> Any:
     """Return the value of an argument that was given in two places; raise if they contradict each other.
 
@@ -301,15 +346,6 @@ def _meaning(argument: str, value: Any) -> tuple[Any, Any]:
     return name.lower(), (type(value), repr(value))
 
 
-def check_num_nodes(num_nodes: int | Literal["auto"]) -> int | None:
-    """Return the number of nodes, or None for as many as the environment has."""
-    if num_nodes == "auto":
-        return None
-    check_is_a("num_nodes", num_nodes, int, _NODES)
-    check_minimum("num_nodes", num_nodes, 1, _NODES)
-    return num_nodes
-
-
 def from_parallel_devices(given: Sequence[torch.device]) -> tuple[str, int | list[int]]:
     """Return the accelerator and the devices of a list of devices."""
     devices = given if isinstance(given, (list, tuple)) else ()
@@ -319,50 +355,6 @@ def from_parallel_devices(given: Sequence[torch.device]) -> tuple[str, int | lis
     if kinds == {"cpu"}:
         return "cpu", len(given)
     return kinds.pop(), [device.index or 0 for device in given]
-
-
-def _check_start_method(value: object) -> str:
-    start_method = check_name("start_method", value, _START_METHODS)
-    if start_method in ("fork", "forkserver") and sys.platform == "win32":
-        raise ConfigurationError(
-            message=f"start_method={start_method!r} does not exist on Windows.",
-            remedy='use strategy="ddp" or "ddp_spawn".',
-        )
-    return start_method
-
-
-def _check_command(value: object) -> tuple[str, ...] | None:
-    if value is None:
-        return None
-    words = tuple(value) if isinstance(value, (list, tuple)) else ()
-    are_strings = words and all(isinstance(word, str) for word in words)
-    remedy = 'command=[sys.executable, "train.py"]'
-    check_value("command", value, are_strings, "a list of strings", remedy, InvalidTypeError)
-    return words
-
-
-def _check_timeout(name: str, value: Any) -> timedelta:
-    seconds = value.total_seconds() if isinstance(value, timedelta) else value
-    expected = "a number of seconds or a datetime.timedelta"
-    check_is_a(name, seconds, (int, float), expected, f"{name}=timedelta(seconds=...)")
-    expected = f"a duration from 0 to {timedelta(seconds=_LONGEST_S)}"
-    check_value(name, value, _SHORTEST_S <= seconds <= _LONGEST_S, expected)  # not so for NaN
-    return timedelta(seconds=seconds)
-
-
-def _check_grace_period(value: Any) -> float:
-    check_is_a("grace_period_s", value, (int, float), "a number of seconds")
-    check_value("grace_period_s", value, 0 <= value <= _LONGEST_S, f"0 to {_LONGEST_S:g} seconds")
-    return float(value)
-
-
-def _check_collectives(value: Any) -> bool:
-    if value is None:
-        value = os.environ.get(_CHECK_VARIABLE, "")
-        check_choice(_CHECK_VARIABLE, value, _CHECK_VALUES, "1 or 0")
-        return _CHECK_VALUES[value]
-    check_is_a("check_collectives", value, bool, "True, False or None")
-    return bool(value)
 
 
 def check_parts(strategy: object, parts: Mapping[str, type]) -> None:
