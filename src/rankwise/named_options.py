@@ -69,9 +69,10 @@ class NameTable(ABC, Generic[Entry]):
         is_valid = isinstance(name, str) and name and ":" not in name
         expected = 'a string that is not empty; options follow a ":"'
         check_value("name", name, is_valid, expected, error=InvalidTypeError)
-        if name.lower() in self._entries and not override:
-            raise DuplicateNameError(name=name.lower(), kind=self.kind, registry=self.title)
-        return name.lower()
+        key: str = name.lower()
+        if key in self._entries and not override:
+            raise DuplicateNameError(name=key, kind=self.kind, registry=self.title)
+        return key
 
     def entry(self, name: str) -> Entry:
         """Return the entry of a name; raise if it is unknown, or of a package that cannot be loaded."""

@@ -19,12 +19,7 @@ from torch.utils.data import (
 from rankwise.data.sharding import order_seed
 from rankwise.errors import RankMismatchError
 from rankwise.process_group.rank_comparison import differences
-from rankwise.strategies.agreement import (
-    agree_on_loaders,
-    check_ranks_agree,
-    fingerprint_of,
-    fingerprint_of_loaders,
-)
+from rankwise.strategies import agreement
 from rankwise.trainer.consistency import fingerprint_of_checkpoint
 from tests.unit.gradient_sync.helpers import fit_on_ranks
 from tests.unit.trainer.helpers import (
@@ -51,7 +46,7 @@ def test_equal_ranks_exchange_a_fingerprint_only() -> None:
         sent.append(mine)
         return mine
 
-    check_ranks_agree(with_second_rank(same), fingerprint_of(Line(), 1))
+    agreement.check_ranks_agree(with_second_rank(same), agreement.fingerprint_of(Line(), 1))
     [fingerprint] = sent
     assert fingerprint.nbytes == 32
 
@@ -67,7 +62,7 @@ def test_every_difference_is_named_and_grouped() -> None:
         return {**theirs, "the version of torch": "1.0"}
 
     with pytest.raises(RankMismatchError) as caught:
-        check_ranks_agree(with_second_rank(other), fingerprint_of(Line(), 1))
+        agreement.check_ranks_agree(with_second_rank(other), agreement.fingerprint_of(Line(), 1))
     text = str(caught.value)
     assert "'layer.weight': float32, shape (1, 2) on global_rank 0; float32, shape (1, 3) on" in text
     assert "parameter 'layer.bias': float32, shape (1,) on global_rank 0; float32, shape (1,), frozen" in text
@@ -92,7 +87,7 @@ def test_ranks_are_grouped() -> None:
         return another(mine) if isinstance(mine, torch.Tensor) else {}
 
     with pytest.raises(RankMismatchError):
-        check_ranks_agree(with_second_rank(other), fingerprint_of(nn.LazyLinear(2), 1))
+        agreement.check_ranks_agree(with_second_rank(other), agreement.fingerprint_of(nn.LazyLinear(2), 1))
     assert sent[1]["parameter 'weight'"] == "float32, not initialised"
 
 
@@ -113,11 +108,11 @@ class Unsized(DataLoader[Any]):
 def test_rank_zeros_generator_decides_the_order(tmp_path: Path) -> None:
     """Ranks may seed their generators differently, rank 0's is used; without one the run's seed is."""
     own = DataLoader(samples(), shuffle=True, generator=torch.Generator().manual_seed(5))
-    fact = fingerprint_of_loaders("training", [own], True)["the training loader"]
+    fact = agreement.fingerprint_of_loaders("training", [own], True)["the training loader"]
     assert fact == "8 samples, 8 batches, in the order of its own generator"
-    strategy = trainer(tmp_path).strategy
+    strategy, loaders = trainer(tmp_path).strategy, [own, loader()]
     for is_split, seeds in ((True, [order_seed(own), 7]), (False, [7, 7])):
-        agreed = agree_on_loaders(strategy, "training", [own, loader()], default=7, is_split_here=is_split)
+        agreed = agreement.agree_on_loaders(strategy, "training", loaders, default=7, is_split_here=is_split)
         assert agreed == seeds
 
 
@@ -159,19 +154,19 @@ def test_loaders_that_are_dealt_out_have_one_length() -> None:
     data: Any = list(range(10))
     loader: DataLoader[Any] = DataLoader(data, batch_size=4)
     split: DataLoader[Any] = DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=0))
-    assert fingerprint_of_loaders("training", [loader], True) == {
+    assert agreement.fingerprint_of_loaders("training", [loader], True) == {
         "the number of training loaders": "1",
         "the training loader": "10 samples, 3 batches",
     }
-    assert fingerprint_of_loaders("validation", [split, loader, DataLoader(Endless())], True) == {
+    assert agreement.fingerprint_of_loaders("validation", [split, loader, DataLoader(Endless())], True) == {
         "the number of validation loaders": "3",
         "validation loader 1": "10 samples, 3 batches",
     }
-    assert fingerprint_of_loaders("test", [loader], False) == {"the number of test loaders": "1"}
-    assert fingerprint_of_loaders("prediction", [Unsized(data)], True)["the prediction loader"] == (
+    assert agreement.fingerprint_of_loaders("test", [loader], False) == {"the number of test loaders": "1"}
+    assert agreement.fingerprint_of_loaders("prediction", [Unsized(data)], True)["the prediction loader"] == (
         "10 samples, inf batches"
     )
     for length in (1_000_001, 1_000_002):  # counted to the last batch
         long: DataLoader[Any] = DataLoader(range(length))  # type: ignore[arg-type]
-        found = fingerprint_of_loaders("training", [long], True)["the training loader"]
+        found = agreement.fingerprint_of_loaders("training", [long], True)["the training loader"]
         assert found == f"{length} samples, {length} batches"
