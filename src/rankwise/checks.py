@@ -130,7 +130,12 @@ def check_overrides(owner: object, refused: Mapping[str, str] = _NO_REMEDIES) ->
     for name in sorted(name for name in own & {*dir(base)} if not name.startswith("__")):
         overridden = inspect.getattr_static(base, name)
         if isinstance(overridden, property):
-            _check_property(owner, name)
+            if inspect.isfunction(inspect.getattr_static(type(owner), name)):
+                raise ConfigurationError(
+                    message=f"{type(owner).__name__}.{name} is a method, and rankwise reads a property.",
+                    facts=f"it takes {inspect.signature(getattr(owner, name))}.",
+                    remedy=f"@property above def {name}(self).",
+                )
         elif inspect.isfunction(overridden):
             if vars(overridden).get("may_be_bare") and accepts(getattr(owner, name), 0):
                 continue
@@ -185,12 +190,3 @@ def accepts(method: Callable[..., Any], count: int) -> bool:
 def is_of_this_package(value: object) -> bool:
     """Return whether rankwise defines a class or function."""
     return getattr(value, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
-
-
-def _check_property(owner: object, name: str) -> None:
-    if inspect.isfunction(inspect.getattr_static(type(owner), name)):
-        raise ConfigurationError(
-            message=f"{type(owner).__name__}.{name} is a method, and rankwise reads a property.",
-            facts=f"it takes {inspect.signature(getattr(owner, name))}.",
-            remedy=f"@property above def {name}(self).",
-        )

@@ -412,9 +412,6 @@ class UnshardableLoaderError(ConfigurationError):
     reason: str = ""
 
 
-# ---------------------------------------------------------------------------------------- lifecycle
-
-
 class LifecycleError(RankwiseError, RuntimeError):
     """`call` needs `needed`, but the object is in `state`; `verb` is "read" for an attribute."""
 

@@ -145,10 +145,8 @@ class HyperparametersMixin:
 
 def _constructor_arguments(owner: object, frame: FrameType | None) -> dict[str, Any] | None:
     """Return the arguments of the running constructors of `owner`, the subclass's last; None if none runs."""
-    constructors = [
-        inspect.unwrap(vars(kind)["__init__"]) for kind in type(owner).__mro__ if "__init__" in vars(kind)
-    ]
-    codes = {getattr(constructor, "__code__", None) for constructor in constructors}
+    constructors = [vars(kind)["__init__"] for kind in type(owner).__mro__ if "__init__" in vars(kind)]
+    codes = {getattr(inspect.unwrap(each), "__code__", None) for each in constructors}
     found: dict[str, Any] | None = None
     while frame is not None:
         if frame.f_code in codes:

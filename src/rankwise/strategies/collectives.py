@@ -15,7 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.checkpoint.base import as_checkpoint_error
-from rankwise.errors import CheckpointError, RankwiseError, RankZeroFailedError, RendezvousTimeoutError
+from rankwise.compatibility.names import STRATEGY_ATTRIBUTES, MissingAttribute, missing_attributes
+from rankwise.errors import (
+    CheckpointError,
+    LifecycleError,
+    RankwiseError,
+    RankZeroFailedError,
+    RendezvousTimeoutError,
+)
 from rankwise.failures.classify import mark_propagated
 from rankwise.failures.record import FailureRecord
 from rankwise.launchers import Launcher, WorkerContext
@@ -24,13 +31,13 @@ from rankwise.process_group import collectives, default_backend, objects, rank_z
 from rankwise.process_group.after_failure import is_after_failure, refuse_partly_updated
 from rankwise.process_group.rank_zero import awaited_between_jobs
 from rankwise.ranks import RankInfo
-from rankwise.strategies.config import GroupConfig, PartField, WithParts
+from rankwise.strategies.config import GroupConfig, PartField
 from rankwise.strategies.job import Job
 
 T = TypeVar("T")
 
 
-class RankCollectives(WithParts, ABC):
+class RankCollectives(ABC):
     """The ranks of a strategy, and what they do together.
 
     Every rank must call each collective, in the same order. A group of None is `data_parallel_group`.
@@ -43,6 +50,8 @@ class RankCollectives(WithParts, ABC):
         sync_batchnorm: whether batch normalisation uses the batches of all ranks in training.
         init_timeout, check_collectives: as the arguments. All four may be set until `bind`.
     """
+
+    vars().update(missing_attributes("Strategy", STRATEGY_ATTRIBUTES))
 
     group_config: GroupConfig
     timeout = PartField[timedelta]("group_config")
@@ -58,6 +67,18 @@ class RankCollectives(WithParts, ABC):
     local_world_size = PartField[int]("placement.ranks")
     num_nodes = PartField[int]("placement.ranks")
     is_global_zero = PartField[bool]("placement.ranks")
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise the error that says what is missing."""
+        attribute = getattr(type(self), name, None)
+        if isinstance(attribute, PartField):
+            try:
+                return attribute.read(self)
+            except LifecycleError as error:
+                raise LifecycleError(name, error.state, error.needed, error.remedy, "read") from None
+        if isinstance(attribute, MissingAttribute):
+            return attribute.__get__(self)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     @property
     @abstractmethod

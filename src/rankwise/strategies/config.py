@@ -30,15 +30,10 @@ from rankwise.compatibility.lightning_environments import (
     LightningClusterEnvironment,
     check_given_environment,
 )
-from rankwise.compatibility.names import (
-    MISSING_HOOKS,
-    STRATEGY_ATTRIBUTES,
-    MissingAttribute,
-    missing_attributes,
-)
+from rankwise.compatibility.names import MISSING_HOOKS
 from rankwise.environments import ClusterEnvironment
 from rankwise.environments.detect import find_environment
-from rankwise.errors import ConfigurationError, InvalidTypeError, LifecycleError, UnknownNameError, text_of
+from rankwise.errors import ConfigurationError, InvalidTypeError, UnknownNameError, text_of
 from rankwise.launchers import Launcher
 from rankwise.precision import Precision
 from rankwise.process_group import check_backend
@@ -298,24 +293,6 @@ class PartField(property, Generic[T]):
             remedy = f" Write {type(strategy).__name__}{given}, or bind{given}." if is_argument else ""
             raise AttributeError(f"{self._name!r} cannot be set: it is {self._part}.{self._name}.{remedy}")
         setattr(strategy, self._part, replace(getattr(strategy, self._part), **{self._name: value}))
-
-
-class WithParts:
-    """Has attributes that are `PartField`s, also of parts that are not there yet, and none of Lightning's."""
-
-    vars().update(missing_attributes("Strategy", STRATEGY_ATTRIBUTES))
-
-    def __getattr__(self, name: str) -> Any:
-        """Raise the error that says what is missing."""
-        attribute = getattr(type(self), name, None)
-        if isinstance(attribute, PartField):
-            try:
-                return attribute.read(self)
-            except LifecycleError as error:
-                raise LifecycleError(name, error.state, error.needed, error.remedy, "read") from None
-        if isinstance(attribute, MissingAttribute):
-            return attribute.__get__(self)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
 
 def agreed_value(argument: str, own: Any, given: Any) -> Any:

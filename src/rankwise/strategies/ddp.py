@@ -22,6 +22,7 @@ from rankwise.environments import ClusterEnvironment
 from rankwise.environments.network import listening_address
 from rankwise.errors import ConfigurationError, InvalidTypeError, LaunchRefusedError
 from rankwise.gradient_sync import GradientSync, GradientSyncMode
+from rankwise.gradient_sync.comm_hook import is_averaging
 from rankwise.gradient_sync.parameters import check_parameters, trained_parameters
 from rankwise.launchers import Launcher
 from rankwise.launchers.script_place import can_rerun, script_place
@@ -41,7 +42,6 @@ from rankwise.strategies.config import (
     take_fields,
 )
 from rankwise.strategies.module_wrapping import (
-    averages_everywhere,
     check_collectives_of,
     checked_wrapper,
     compile_within,
@@ -223,14 +223,14 @@ class DDPStrategy(Strategy):
         return wrapped_in_place(self, module, wrap, ddp_kwargs)
 
     def unwrap_module(self, module: nn.Module) -> nn.Module:
-        """Return the user's module within the result of `setup_module`."""
         return module.module if isinstance(module, DistributedDataParallel) else super().unwrap_module(module)
 
     def gradients_may_differ(self, module: nn.Module) -> bool:
-        """Return whether ranks may have different gradients after a synchronised backward pass."""
         if not isinstance(module, DistributedDataParallel):
             return False
-        return super().gradients_may_differ(module) or not averages_everywhere(module)
+        hooks: list[Any] = [hook for hook, _ in module._comm_hooks]
+        are_averaged = not module.parameters_to_ignore and all(is_averaging(hook) for hook in hooks)
+        return super().gradients_may_differ(module) or not are_averaged
 
     def determine_ddp_device_ids(self) -> list[int] | None:
         """Return the index of this rank's device; None on the CPU."""

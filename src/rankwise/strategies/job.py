@@ -79,8 +79,11 @@ class Job:
     ) -> None:
         """Connect this rank to the others, until `cleanup`. Collective."""
         ranks, enter = self.worker.ranks, self.cleanup.enter_context
-        self.cleanup.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(threads_per_rank(ranks.local_world_size))
+        threads = torch.get_num_threads()
+        self.cleanup.callback(torch.set_num_threads, threads)
+        if ranks.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+            threads = max(1, min(threads, usable_cores() // ranks.local_world_size))  # this rank's share
+        torch.set_num_threads(threads)
         enter(gloo_on_interface(interface_of(ranks, self.worker.meeting_host)))
         if ranks.world_size > 1:
             key = self.worker.job_key(config.init_timeout)
@@ -303,11 +306,3 @@ def usable_cores() -> int:
     if "sched_getaffinity" in os.__dict__:  # Linux only
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def threads_per_rank(local_world_size: int) -> int:
-    """Return this rank's share of torch's threads; all of them if it is alone or `OMP_NUM_THREADS` is set."""
-    threads = torch.get_num_threads()
-    if local_world_size == 1 or "OMP_NUM_THREADS" in os.environ:
-        return threads
-    return max(1, min(threads, usable_cores() // local_world_size))

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.errors import ConfigurationError, InvalidTypeError
-from rankwise.gradient_sync.comm_hook import is_averaging, register_ddp_comm_hook
+from rankwise.gradient_sync.comm_hook import register_ddp_comm_hook
 from rankwise.launchers import Launcher
 from rankwise.process_group.collective_check import CollectiveCheck
 from rankwise.process_group.rank_comparison import has_values
@@ -219,9 +219,3 @@ def forward_redirect(wrapper: nn.Module, module: nn.Module, method: str, /, *arg
         return wrapper(*args, **kwargs)
     finally:
         restore()
-
-
-def averages_everywhere(wrapper: DistributedDataParallel) -> bool:
-    """Return whether every gradient is known to be averaged over the wrapper's group."""
-    hooks: list[Any] = [hook for hook, _ in wrapper._comm_hooks]
-    return not wrapper.parameters_to_ignore and all(is_averaging(hook) for hook in hooks)

@@ -213,7 +213,15 @@ def place_on_node(environment: ClusterEnvironment, local_world_size: int, num_no
     elif num_nodes in (None, 1):
         node_rank, nodes = 0, 1
     else:
-        raise _other_nodes_missing(environment, local_world_size, num_nodes)
+        missing = ", ".join(NodesEnvironment.missing(os.environ))
+        raise ConfigurationError(
+            message=f"num_nodes={num_nodes} is not possible here: no launcher has started the other nodes.",
+            facts=f"the environment is {environment.name!r}, which is one node; {missing or 'nothing'} not "
+            f"set on {socket.gethostname()!r}.",
+            remedy=f"start it on every node: torchrun --nnodes={num_nodes} --nproc-per-node="
+            f"{local_world_size} train.py; or by hand: NODE_RANK=0 MASTER_ADDR=<node 0's address> "
+            "MASTER_PORT=29500 python train.py",
+        )
     first = node_rank * local_world_size
     return RankInfo(first, 0, node_rank, nodes * local_world_size, local_world_size, nodes)
 
@@ -405,16 +413,3 @@ def _number_of_nodes(environment: NodesEnvironment, local_world_size: int, given
             "nodes, which are counted from 0.",
         )
     return nodes
-
-
-def _other_nodes_missing(
-    environment: ClusterEnvironment, local_world_size: int, num_nodes: int | None
-) -> ConfigurationError:
-    missing = ", ".join(NodesEnvironment.missing(os.environ))
-    return ConfigurationError(
-        message=f"num_nodes={num_nodes} is not possible here: no launcher has started the other nodes.",
-        facts=f"the environment is {environment.name!r}, which is one node; {missing or 'nothing'} not set "
-        f"on {socket.gethostname()!r}.",
-        remedy=f"start it on every node: torchrun --nnodes={num_nodes} --nproc-per-node={local_world_size} "
-        "train.py; or by hand: NODE_RANK=0 MASTER_ADDR=<node 0's address> MASTER_PORT=29500 python train.py",
-    )
