@@ -47,19 +47,12 @@ class AttributeDict(dict[str, Any]):
 @final
 @dataclass
 class _Record:
-    """The hyperparameters of one object.
-
-    Attributes:
-        initial: a copy, made when they were saved.
-        collected: the names of hyperparameters that were saved without being named.
-        container: the constructor's argument that has all hyperparameters, such as a namespace, or None.
-        is_logged: whether loggers get the hyperparameters.
-    """
+    """The hyperparameters of one object."""
 
     values: AttributeDict = field(default_factory=AttributeDict)
-    initial: AttributeDict = field(default_factory=AttributeDict)
-    collected: set[str] = field(default_factory=set)
-    container: str | None = None
+    initial: AttributeDict = field(default_factory=AttributeDict)  # a copy, made when they were saved
+    collected: set[str] = field(default_factory=set)  # names of those that were saved without being named
+    container: str | None = None  # the constructor's argument that has them all, such as a namespace
     is_logged: bool = True
 
 

@@ -46,18 +46,12 @@ class NameTable(ABC, Generic[Entry]):
     """Maps names, in any case, to entries: registered ones, and those of installed packages.
 
     The entry points of installed packages are loaded when a name is not registered, or names are listed.
-
-    Attributes:
-        kind: what a name stands for.
-        title: the name of this table.
-        argument: the argument that takes a name.
-        group: the group of entry points, without `rankwise.` before it.
     """
 
-    kind: str
-    title: str
-    argument: str
-    group: str
+    kind: str  # what a name stands for
+    title: str  # the name of this table
+    argument: str  # the argument that takes a name
+    group: str  # of entry points, without `rankwise.` before it
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}

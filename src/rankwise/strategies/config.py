@@ -182,8 +182,7 @@ def _check_fields(config: Any) -> None:
 class ProcessConfig:
     """Which processes a job has, how they are started and how they are stopped.
 
-    Attributes:
-        time_limit: after how long a job is a failure; its processes are then killed, with their stacks.
+    After `time_limit` a job is a failure; its processes are then killed, with their stacks.
     """
 
     accelerator: str = "auto"
@@ -236,12 +235,7 @@ class ProcessConfig:
 @final
 @dataclass(frozen=True)
 class GroupConfig:
-    """How the ranks communicate.
-
-    Attributes:
-        process_group_backend: None for the default of the device.
-        check_collectives: given as None, it is what `RANKWISE_CHECK_COLLECTIVES` says.
-    """
+    """How the ranks communicate; by default with the device's own back end."""
 
     process_group_backend: str | None = field(default=None, metadata={"check": _check_backend})
     timeout: timedelta = field(default=timedelta(minutes=10), metadata={"check": _check_timeout})

@@ -56,22 +56,14 @@ class Job:
     """One rank of one launch. The worker creates it and closes it; it is never pickled.
 
     A strategy that is used without a launch, in processes that the user has connected, has one too.
-
-    Attributes:
-        worker: this rank's context from the launcher.
-        is_launched: whether it belongs to a launch.
-        has_group: whether the strategy creates the process group, not the launched function.
-        check: compares each collective of the ranks before it runs; None where that is off.
-        modules: the results of `setup_module`, and how to undo it.
-        cleanup: what `teardown` undoes, last first.
     """
 
-    worker: WorkerContext
-    is_launched: bool = True
-    has_group: bool = True
-    check: CollectiveCheck | None = None
-    modules: WrappedModules = field(default_factory=WrappedModules)
-    cleanup: ExitStack = field(default_factory=ExitStack)
+    worker: WorkerContext  # from the launcher
+    is_launched: bool = True  # whether it belongs to a launch
+    has_group: bool = True  # whether the strategy creates the process group, not the launched function
+    check: CollectiveCheck | None = None  # compares each collective of the ranks before it runs
+    modules: WrappedModules = field(default_factory=WrappedModules)  # the results of `setup_module`
+    cleanup: ExitStack = field(default_factory=ExitStack)  # what `teardown` undoes, last first
     _failure: _Failure | None = None
 
     def connect(

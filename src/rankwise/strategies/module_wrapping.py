@@ -29,16 +29,11 @@ _COMPILED = "_compiled_call_impl"
 
 @final
 class WrappedModules:
-    """The modules that `setup_module` has prepared in a job.
-
-    Attributes:
-        wrappers: the wrapped ones.
-        plain: those that need no wrapper, as nothing in them is trained.
-    """
+    """The modules that `setup_module` has prepared in a job."""
 
     def __init__(self) -> None:
         self.wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-        self.plain: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.plain: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # nothing in them is trained
         self._batchnorms: weakref.WeakKeyDictionary[nn.Module, list[tuple[str, _BatchNorm, _BatchNorm]]]
         self._batchnorms = weakref.WeakKeyDictionary()
 

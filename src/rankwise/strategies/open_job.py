@@ -8,7 +8,7 @@ import os
 import sys
 from contextlib import ExitStack
 from traceback import walk_stack
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, ClassVar, NoReturn, final
 
 from rankwise.errors import LaunchRefusedError, WorkerError, WorkerExitedError
@@ -102,7 +102,8 @@ class OpenJob:
             return
         # Another excepthook has printed it, or Python does not treat it as an error and exits with this code.
         own = getattr(sys, "last_value", None) or ScriptExit.uncaught
-        if own is None and self._worker.channel is not None and not _has_returned(self._script):
+        last = dis.opname[self._script.f_code.co_code[self._script.f_lasti]]
+        if own is None and self._worker.channel is not None and not last.startswith("RETURN"):
             # By `raise SystemExit(...)`; its code is not known yet: the other ranks may have finished, too.
             phase = WorkerExitedError.BY_SYSTEM_EXIT
             record = FailureRecord.of_rank(self._worker.ranks, os.getpid(), phase=phase)
@@ -116,25 +117,15 @@ class OpenJob:
         exit_now(exit_code_of(error))
 
 
-def _has_returned(frame: FrameType) -> bool:
-    """Return whether a frame that has ended has returned, and was not ended by an exception."""
-    last = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-    return last.startswith("RETURN")
-
-
 def _exit(status: Any = None, /) -> NoReturn:
     """Raise a `SystemExit` that is known when exit hooks run; be the script's `sys.exit`."""
     raise ScriptExit() if status is None else ScriptExit(status)
 
 
 class ScriptExit(SystemExit):
-    """The `SystemExit` of a script in an open job. Python drops it, and its code, before it calls exit hooks.
+    """The `SystemExit` of a script in an open job. Python drops it, and its code, before exit hooks run."""
 
-    Attributes:
-        uncaught: of the class: what ends the script with another exit code than 0.
-    """
-
-    uncaught: ClassVar[SystemExit | None] = None
+    uncaught: ClassVar[SystemExit | None] = None  # what ends the script with another exit code than 0
 
     def __del__(self) -> None:
         try:

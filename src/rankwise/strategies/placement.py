@@ -61,19 +61,12 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True)
 class Placement:
-    """Where the ranks of a job run.
+    """Where the ranks of a job run."""
 
-    Attributes:
-        ranks: of this process; in a main process that is not a rank, local rank 0's.
-        devices: the device of each local rank.
-        environment: which launcher started this process.
-        launcher: starts the local ranks; None in a process to which the strategy was sent as a pickle.
-    """
-
-    ranks: RankInfo
-    devices: tuple[torch.device, ...]
-    environment: ClusterEnvironment
-    launcher: Launcher | None = None
+    ranks: RankInfo  # of this process; in a main process that is not a rank, local rank 0's
+    devices: tuple[torch.device, ...]  # of the local ranks
+    environment: ClusterEnvironment  # which launcher started this process
+    launcher: Launcher | None = None  # None in a process to which the strategy was sent as a pickle
 
     def __post_init__(self) -> None:
         if self.launcher is not None:
