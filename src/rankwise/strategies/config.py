@@ -16,15 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, final
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from rankwise.checks import (
-    check_choice,
-    check_is_a,
-    check_keywords,
-    check_minimum,
-    check_name,
-    check_overrides,
-    check_value,
-)
+from rankwise.checks import check_choice, check_is_a, check_keywords, check_name, check_overrides, check_value
 from rankwise.compatibility.lightning_environments import (
     GivenEnvironment,
     LightningClusterEnvironment,
@@ -118,7 +110,7 @@ def check_num_nodes(num_nodes: int | Literal["auto"]) -> int | None:
     if num_nodes == "auto":
         return None
     check_is_a("num_nodes", num_nodes, int, _NODES)
-    check_minimum("num_nodes", num_nodes, 1, _NODES)
+    check_value("num_nodes", num_nodes, num_nodes >= 1, _NODES)
     return num_nodes
 
 

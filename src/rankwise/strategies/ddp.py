@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
-from typing import Any, ClassVar, final
+from functools import partial, wraps
+from typing import Any, ClassVar, TypeVar, cast, final
 
 import torch
 import torch.distributed as dist
@@ -41,16 +41,25 @@ from rankwise.strategies.config import (
     refuse_keywords,
     take_fields,
 )
-from rankwise.strategies.module_wrapping import (
-    check_collectives_of,
-    checked_wrapper,
-    compile_within,
-    or_in_place,
-    uncompiled,
-)
+from rankwise.strategies.module_wrapping import check_collectives_of, compile_within, uncompiled
 from rankwise.strategies.placement import Placement, check_variables, inline_launcher, refuse_time_limit
 
+Method = TypeVar("Method", bound=Callable[..., Any])
 _OF_ONE_PROCESS = ("accelerator", "devices", "num_nodes", "cluster_environment", "precision", "checkpoint_io")
+
+
+def _or_in_place(configure_ddp: Method) -> Method:
+    """Allow overrides without arguments, and let their `super().configure_ddp()` wrap `self.model`."""
+
+    @wraps(configure_ddp)
+    def configure(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or "_setup_model" not in vars(self):  # see compatibility/lightning_wrapping.py
+            return configure_ddp(self, *args, **kwargs)
+        self.model = self._setup_model(self.model)
+        return self.model
+
+    vars(configure)["may_be_bare"] = True
+    return cast(Method, configure)
 
 
 class DDPStrategy(Strategy):
@@ -181,10 +190,27 @@ class DDPStrategy(Strategy):
         import_dynamo()
         with self._wrapping_stream():
             configured = self.gradients.wrap(module, lambda: self._configured(module))
-        wrapped = checked_wrapper(configured, type(self).__name__, self.data_parallel_group)
+        wrapped = self._checked_wrapper(configured)
         self._attach_wrapper(wrapped)
         if is_compiled:
             self._current_job.cleanup.callback(compile_within(module, given))
+        return wrapped
+
+    def _checked_wrapper(self, wrapped: object) -> DistributedDataParallel:
+        """Return what `configure_ddp` returned, if it averages gradients over the ranks that share data."""
+        name, group = f"{type(self).__name__}.configure_ddp()", self.data_parallel_group
+        if not isinstance(wrapped, DistributedDataParallel):
+            expected = "it to return a DistributedDataParallel"
+            raise InvalidTypeError(argument=name, value=wrapped, expected=expected)
+        averaged = dist.get_process_group_ranks(wrapped.process_group)
+        sharing = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+        if set(averaged) != set(sharing):
+            raise ConfigurationError(
+                message=f"{name} averages gradients over other ranks than share the data.",
+                facts=f"its wrapper's process_group has the ranks {averaged}, data_parallel_group {sharing}.",
+                remedy=f"{type(wrapped).__name__}(module, device_ids=device_ids, "
+                "process_group=self.data_parallel_group, **self.ddp_kwargs).",
+            )
         return wrapped
 
     def _attach_wrapper(self, wrapped: DistributedDataParallel) -> None:
@@ -200,7 +226,7 @@ class DDPStrategy(Strategy):
         """Follow from now on which parameters are trained."""
         self.gradients.track(module, self.data_parallel_group, is_new=True)
 
-    @or_in_place
+    @_or_in_place
     def configure_ddp(self, module: nn.Module, device_ids: list[int] | None) -> DistributedDataParallel:
         """Wrap a module; override it for a wrapper of your own.
 

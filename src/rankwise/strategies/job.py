@@ -18,6 +18,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from rankwise.checkpoint import CheckpointIO
+from rankwise.environments.network import LOOPBACK_INTERFACE, interface_toward
 from rankwise.errors import hint_for, text_of
 from rankwise.failures.classify import readable
 from rankwise.failures.exchange import resolve_cause
@@ -45,7 +46,6 @@ from rankwise.processes.signals import ROUTER, SignalRequest, StoppedBySignal, e
 from rankwise.ranks import is_in_rank_zero_section
 from rankwise.strategies.config import GroupConfig
 from rankwise.strategies.module_wrapping import WrappedModules
-from rankwise.strategies.placement import interface_of
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +76,11 @@ class Job:
         if ranks.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
             threads = max(1, min(threads, usable_cores() // ranks.local_world_size))  # this rank's share
         torch.set_num_threads(threads)
-        enter(gloo_on_interface(interface_of(ranks, self.worker.meeting_host)))
+        interface: str | None = LOOPBACK_INTERFACE
+        if not ranks.is_one_node:
+            host = self.worker.meeting_host
+            interface = None if host is None else interface_toward(host)
+        enter(gloo_on_interface(interface))
         if ranks.world_size > 1:
             key = self.worker.job_key(config.init_timeout)
             enter(groups_authenticated(key, config.init_timeout))

@@ -5,23 +5,19 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from functools import wraps
-from typing import Any, TypeVar, cast, final
+from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from rankwise.errors import ConfigurationError, InvalidTypeError
+from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync.comm_hook import register_ddp_comm_hook
 from rankwise.launchers import Launcher
 from rankwise.process_group.collective_check import CollectiveCheck
 from rankwise.process_group.rank_comparison import has_values
-
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 # Where torch keeps what module.compile() made.
 _COMPILED = "_compiled_call_impl"
@@ -94,43 +90,6 @@ def own_memory(module: nn.Module, launcher: Launcher | None) -> None:
             own = copies.setdefault(storage.data_ptr(), storage.clone())
             place = tensor.storage_offset(), tensor.size(), tensor.stride()
             tensor.data = torch.empty(0, dtype=tensor.dtype).set_(own, *place)
-
-
-def or_in_place(configure_ddp: Method) -> Method:
-    """Allow overrides without arguments, and let their `super().configure_ddp()` wrap `self.model`."""
-
-    @wraps(configure_ddp)
-    def configure(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs or "_setup_model" not in vars(self):  # see compatibility/lightning_wrapping.py
-            return configure_ddp(self, *args, **kwargs)
-        self.model = self._setup_model(self.model)
-        return self.model
-
-    vars(configure)["may_be_bare"] = True
-    return cast(Method, configure)
-
-
-def checked_wrapper(wrapped: object, strategy: str, group: ProcessGroup | None) -> DistributedDataParallel:
-    """Return `wrapped`, if it averages gradients over the ranks of `group` (None for all)."""
-    if not isinstance(wrapped, DistributedDataParallel):
-        raise InvalidTypeError(
-            argument=f"{strategy}.configure_ddp()",
-            value=wrapped,
-            expected="it to return a DistributedDataParallel",
-        )
-    ranks_of = dist.get_process_group_ranks
-    averaged, sharing = (
-        ranks_of(wrapped.process_group),
-        ranks_of(dist.group.WORLD if group is None else group),
-    )
-    if set(averaged) != set(sharing):
-        raise ConfigurationError(
-            message=f"{strategy}.configure_ddp() averages gradients over other ranks than share the data.",
-            facts=f"its wrapper's process_group has the ranks {averaged}, data_parallel_group {sharing}.",
-            remedy=f"{type(wrapped).__name__}(module, device_ids=device_ids, "
-            "process_group=self.data_parallel_group, **self.ddp_kwargs).",
-        )
-    return wrapped
 
 
 def check_collectives_of(wrapped: DistributedDataParallel, check: CollectiveCheck) -> None:

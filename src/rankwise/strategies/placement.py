@@ -29,13 +29,7 @@ from rankwise.environments import (
     create_environment,
     detect_environment,
 )
-from rankwise.environments.network import (
-    LOOPBACK,
-    LOOPBACK_INTERFACE,
-    interface_toward,
-    listening_address,
-    rendezvous_address,
-)
+from rankwise.environments.network import LOOPBACK, listening_address, rendezvous_address
 from rankwise.environments.slurm import warn_of_unused_tasks
 from rankwise.errors import (
     ConfigurationError,
@@ -373,13 +367,6 @@ def inline_launcher(placement: Placement) -> InlineLauncher:
 def _store_address(environment: ClusterEnvironment, hosts: bool) -> str:
     find_address = listening_address if hosts else rendezvous_address
     return find_address(environment.main_address, environment.other_node)
-
-
-def interface_of(ranks: RankInfo, meeting_host: str | None) -> str | None:
-    """Return the network interface for gloo: loopback on one node, else the one toward rank 0, if known."""
-    if ranks.is_one_node:
-        return LOOPBACK_INTERFACE
-    return None if meeting_host is None else interface_toward(meeting_host)
 
 
 def _number_of_nodes(environment: NodesEnvironment, local_world_size: int, given: int | None) -> int:
