@@ -19,13 +19,7 @@ from rankwise.data.sharding import is_shardable, is_split, order_seed
 from rankwise.errors import ConfigurationError, RankMismatchError
 from rankwise.gradient_sync.parameters import share_tensors
 from rankwise.nested import walked
-from rankwise.process_group.rank_comparison import (
-    differences,
-    digests_of,
-    facts_of_parameters,
-    has_values,
-    joint_digest,
-)
+from rankwise.process_group import rank_comparison
 from rankwise.strategies.base import Strategy
 
 _NO_FACTS: Mapping[str, str] = MappingProxyType({})
@@ -48,15 +42,15 @@ def check_same_values(
     `when` and `averaging` are for the text of `RankMismatchError`.
     """
     if strategy.world_size > 1 and not _are_same(strategy, {**_summary_of(tensors), **facts}):
-        by_rank = strategy.all_gather_object({**digests_of(tensors), **facts})
-        raise RankMismatchError(differences(dict(enumerate(by_rank))), when, averaging)
+        by_rank = strategy.all_gather_object({**rank_comparison.digests_of(tensors), **facts})
+        raise RankMismatchError(rank_comparison.differences(dict(enumerate(by_rank))), when, averaging)
 
 
 def _summary_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return a value that is equal on all ranks if all digests are, and is faster to compute."""
-    dense = {name: tensor for name, tensor in tensors.items() if has_values(tensor)}
+    dense = {name: tensor for name, tensor in tensors.items() if rank_comparison.has_values(tensor)}
     kinds = [(name, each.dtype, tuple(each.shape)) for name, each in dense.items()]
-    return {"kinds": repr(kinds), "values": joint_digest(dense.values())}
+    return {"kinds": repr(kinds), "values": rank_comparison.joint_digest(dense.values())}
 
 
 def _are_same(strategy: Strategy, facts: dict[str, str]) -> bool:
@@ -98,7 +92,7 @@ def fingerprint_of(module: nn.Module, seed: int | None = None) -> dict[str, str]
         "the version of torch": str(torch.__version__),
         "the version of Python": platform.python_version(),
         "the seed": "none" if seed is None else str(seed),
-        **facts_of_parameters(dict(module.named_parameters())),
+        **rank_comparison.facts_of_parameters(dict(module.named_parameters())),
     }
 
 

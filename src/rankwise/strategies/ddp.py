@@ -285,12 +285,9 @@ class DDPStrategy(Strategy):
             return nullcontext()
         if isinstance(module, DistributedDataParallel):
             return module.no_sync()
-        raise InvalidTypeError(
-            argument="module",
-            value=module,
-            expected="the module that setup_module() returned, which DDP has wrapped",
-            remedy="module = strategy.setup_module(module)",
-        )
+        expected = "the module that setup_module() returned, which DDP has wrapped"
+        remedy = "module = strategy.setup_module(module)"
+        raise InvalidTypeError(argument="module", value=module, expected=expected, remedy=remedy)
 
 
 class DDPSpawnStrategy(DDPStrategy):
