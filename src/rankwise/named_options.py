@@ -88,21 +88,15 @@ class NameTable(ABC, Generic[Entry]):
 
     def _has(self, key: str) -> bool:
         """Return whether there is an entry; entry points of that name are loaded first, if only to warn."""
-        if key not in self._entries:
-            self._load_installed(key)
-        for point in self._untried():
-            if point.name.lower() == key:
-                self._load(point, None)
+        self._load_installed(key)
         return key in self._entries
 
     def _load_installed(self, wanted: str | None = None) -> None:
-        """Add the entries of installed packages, those of this name first and, if it exists, alone."""
-        for point in sorted(self._untried(), key=lambda point: point.name.lower() != wanted):
-            if wanted not in {*self._entries, *self._broken}:
-                self._load(point, wanted)
-
-    def _untried(self) -> list[EntryPoint]:
-        return [point for point in installed(self.group) if point not in self._tried]
+        """Add the entries of installed packages, those of this name first; others only if it is not there."""
+        for point in sorted(installed(self.group), key=lambda point: point.name.lower() != wanted):
+            is_known = wanted in {*self._entries, *self._broken}
+            if point not in self._tried and (point.name.lower() == wanted or not is_known):
+                self._load(point, None if is_known else wanted)
 
     def _load(self, point: EntryPoint, wanted: str | None) -> None:
         """Add the entries of one entry point; if that fails, warn unless the caller `wanted` it by name."""
