@@ -121,9 +121,6 @@ def mean_loss(strategy: Strategy, loss: Any, weight: Tensor | float) -> Any:
     return total[0] / total[1] if total[1] else total[0]
 
 
-# ------------------------------------------------------------------ loaders
-
-
 def replica_of(strategy: Strategy) -> dict[str, int]:
     """Return which part of the data is this rank's, as keywords of the functions that split loaders."""
     replica = strategy.distributed_sampler_kwargs

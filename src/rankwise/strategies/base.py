@@ -20,7 +20,7 @@ from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
 from rankwise.checks import check_keywords
 from rankwise.compatibility.lightning_environments import GivenEnvironment
 from rankwise.environments import ClusterEnvironment
-from rankwise.errors import LifecycleError
+from rankwise.errors import LaunchRefusedError, LifecycleError
 from rankwise.failures.classify import start_exception_chain
 from rankwise.gradient_sync import GradientSync
 from rankwise.gradient_sync.buckets import reduce_listed
@@ -48,13 +48,7 @@ from rankwise.strategies.config import (
 )
 from rankwise.strategies.job import Job, launch_into, launched_parts, sigterm_deferred, variables_set
 from rankwise.strategies.module_wrapping import WrappedModules, forward_redirect, own_memory, uncompiled
-from rankwise.strategies.placement import (
-    Placement,
-    chosen_rendezvous,
-    find_placement,
-    launcher_of,
-    place_on_node,
-)
+from rankwise.strategies.placement import Placement, find_placement, launcher_of, place_on_node
 
 T = TypeVar("T")
 GROUP_REMEDY = "call launch(), or torch.distributed.init_process_group() before it."
@@ -290,13 +284,25 @@ class Strategy(RankCollectives):
         if not self.is_bound:
             self.bind()
         self.results = {}
-        rendezvous = chosen_rendezvous(self.rendezvous, self.process_group_backend, init_process_group)
+        rendezvous = self._rendezvous_of_launch(init_process_group)
         entry = partial(self._run_as_rank, init_process_group, partial(function, self, *args, **kwargs))
         parts = launched_parts(self, function, args, kwargs)
         with exit_code_kept():
             launch_into(self.results, self.launcher, entry, parts, rendezvous)
         value: T = self.results[min(self.results)]
         return value
+
+    def _rendezvous_of_launch(self, init_process_group: bool = True) -> str:
+        """Return `"private"` or `"tcp"`."""
+        if self.rendezvous == "private" and not init_process_group:
+            raise LaunchRefusedError(
+                message="init_process_group=False cannot work with a private rendezvous: there is no port.",
+                remedy='leave rendezvous at "auto", or use "tcp".',
+            )
+        if self.rendezvous != "auto":
+            return self.rendezvous
+        # NCCL, and process groups that users create, call the store from C++ threads of their own.
+        return "private" if init_process_group and self.process_group_backend == "gloo" else "tcp"
 
     @job_entry
     def _run_as_rank(self, has_group: bool, run: Callable[[], T], worker: WorkerContext) -> T:

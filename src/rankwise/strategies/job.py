@@ -25,14 +25,7 @@ from rankwise.failures.exchange import resolve_cause
 from rankwise.failures.record import FailureRecord
 from rankwise.gradient_sync.unused import explain_unused
 from rankwise.launchers.context import Entry, Launcher, WorkerContext, torchrun_variables
-from rankwise.monitoring.heartbeat import (
-    OPTIMIZER,
-    TEARDOWN,
-    blocked_in,
-    failure_time_of,
-    report_phase,
-    report_saving,
-)
+from rankwise.monitoring import heartbeat
 from rankwise.process_group import gloo_on_interface, interception, process_group
 from rankwise.process_group.after_failure import collectives_refused_after_failure
 from rankwise.process_group.authentication import groups_authenticated
@@ -90,7 +83,7 @@ class Job:
     def _join_group(
         self, device: torch.device, backend: str, config: GroupConfig, stall_warning: timedelta
     ) -> None:
-        report_phase("connecting", waits=True)
+        heartbeat.report_phase("connecting", waits=True)
         worker, enter = self.worker, self.cleanup.enter_context
         store = worker.open_store(config.init_timeout)
         group = process_group(
@@ -118,7 +111,7 @@ class Job:
         """
         if self.worker.ranks.world_size > 1 and (interception.observers or is_in_rank_zero_section()):
             refuse_lone_call(name, None if group is None else group.size())
-        return blocked_in(name)
+        return heartbeat.blocked_in(name)
 
     @contextmanager
     def running(
@@ -147,10 +140,10 @@ class Job:
             raise failure.cause from None
         finally:
             self._failure = None  # its traceback refers to this frame
-            report_phase(TEARDOWN)
+            heartbeat.report_phase(heartbeat.TEARDOWN)
             teardown()
             worker.close_monitor()
-            report_phase("finished", waits=True)
+            heartbeat.report_phase("finished", waits=True)
 
     def report_failure(self, error: BaseException) -> None:
         """Report the exception before hooks of the user run, which may take long, or hang.
@@ -163,8 +156,8 @@ class Job:
         failure = self._failure = self._failure_of(error)
         self.worker.report_failure(failure.cause, failure.record, is_early=True)
         if self.worker.ranks.world_size > 1:
-            heartbeat = failure_time_of(error).heartbeat
-            is_cut = isinstance(error, JobStopped) and heartbeat is not None and heartbeat.phase == OPTIMIZER
+            last = heartbeat.failure_time_of(error).heartbeat
+            is_cut = isinstance(error, JobStopped) and last is not None and last.phase == heartbeat.OPTIMIZER
             self.cleanup.enter_context(collectives_refused_after_failure(was_in_optimizer_step=is_cut))
 
     def _failure_of(self, error: BaseException) -> _Failure:
@@ -269,7 +262,7 @@ class _DeferredSigterm:
         self._is_due = False
 
     def on_saving_changed(self, is_saving: bool) -> None:
-        report_saving(is_saving)
+        heartbeat.report_saving(is_saving)
         self._is_saving = is_saving
         if self._is_due and not is_saving:
             os.kill(os.getpid(), signal.SIGTERM)

@@ -17,7 +17,6 @@ from rankwise.launchers.channel import Kind
 from rankwise.launchers.context import CallerLauncher, WorkerContext
 from rankwise.processes.exit_codes import exit_code_of, exit_now, report_at_exit
 from rankwise.strategies.base import Strategy
-from rankwise.strategies.placement import chosen_rendezvous
 
 _FAILURE = 1
 _open: OpenJob | None = None
@@ -49,9 +48,8 @@ def begin_job(strategy: Strategy) -> None:
             remedy='put the loop into a function main(fabric): fabric.launch(main); or use strategy="ddp" in '
             "a script, or torchrun.",
         )
-    rendezvous = chosen_rendezvous(strategy.rendezvous, strategy.process_group_backend, True)
     with ExitStack() as stack:
-        run = stack.enter_context(launcher.running(rendezvous))
+        run = stack.enter_context(launcher.running(strategy._rendezvous_of_launch()))
         stack.enter_context(strategy.running_as(run.worker))
         _open = OpenJob(stack.pop_all(), run.worker)
 

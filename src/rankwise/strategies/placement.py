@@ -31,12 +31,7 @@ from rankwise.environments import (
 )
 from rankwise.environments.network import LOOPBACK, listening_address, rendezvous_address
 from rankwise.environments.slurm import warn_of_unused_tasks
-from rankwise.errors import (
-    ConfigurationError,
-    EnvironmentVariableError,
-    LaunchRefusedError,
-    WorldSizeMismatchError,
-)
+from rankwise.errors import ConfigurationError, EnvironmentVariableError, WorldSizeMismatchError
 from rankwise.launchers import Launcher
 from rankwise.launchers.inline import InlineLauncher
 from rankwise.launchers.script_place import script_place
@@ -249,19 +244,6 @@ def ranks_on_node(own: RankInfo) -> tuple[RankInfo, ...]:
     first = own.global_rank - own.local_rank
     count = own.local_world_size
     return tuple(replace(own, global_rank=first + local, local_rank=local) for local in range(count))
-
-
-def chosen_rendezvous(rendezvous: str, backend: str, init_process_group: bool) -> str:
-    """Return `"private"` or `"tcp"`, for a launch."""
-    if rendezvous == "private" and not init_process_group:
-        raise LaunchRefusedError(
-            message="init_process_group=False cannot work with a private rendezvous: there is no port.",
-            remedy='leave rendezvous at "auto", or use "tcp".',
-        )
-    if rendezvous == "auto":
-        # NCCL, and process groups that users create, call the store from C++ threads of their own.
-        return "private" if init_process_group and backend == "gloo" else "tcp"
-    return rendezvous
 
 
 def check_private_rendezvous(placement: Placement) -> None:
