@@ -248,13 +248,9 @@ class UnknownStrategyError(UnknownNameError, KeyError):
     kind: str = "strategy"
 
     def fix(self) -> str:
-        if self.remedy:
-            return self.remedy
         suggestion = nearest(self.name, self.known) or "ddp"
-        return (
-            f'Trainer(strategy="{suggestion}"), or register your own with '
-            f'StrategyRegistry.register("{self.name}", ...).'
-        )
+        own = f'register your own with StrategyRegistry.register("{self.name}", ...).'
+        return self.remedy or f'Trainer(strategy="{suggestion}"), or {own}'
 
 
 class InvalidArgumentError(ConfigurationError):

@@ -46,9 +46,8 @@ def map_nested(
 
     Containers and dataclasses, nested in any way, are copied and keep their types: mappings, sequences, named
     tuples, frozen dataclasses. The cached properties of dataclasses are computed again. `other` is applied to
-    all other values; without `other` they stay the same objects.
-
-    A container that occurs at several places is copied once; with `each_place`, once for each place.
+    all other values; without `other` they stay the same objects. A container that occurs at several places is
+    copied once; with `each_place`, once for each place.
     """
     if isinstance(value, kinds):  # as most batches are: a tensor, or a list of some
         return function(value)

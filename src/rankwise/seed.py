@@ -268,10 +268,9 @@ class RandomStreams:
     """
 
     def __init__(self) -> None:
-        self._are_parted = False
         self._seed = 0
         self._device = _CPU
-        self._position: Callable[[], Sequence[int]] = tuple
+        self._position: Callable[[], Sequence[int]] | None = None  # before `part`
         self._own: _Stream | None = None  # this rank's, in a block of `shared`
         self._spare: list[Any] = []  # NumPy's bit generators
         self._counted: Sequence[int] = ()
@@ -283,15 +282,14 @@ class RandomStreams:
         `seed` is the same on all ranks, and so is what `position` returns: other numbers after each batch.
         """
         self._seed, self._device, self._position = seed, device, position
-        self._are_parted = True
 
     @contextlib.contextmanager
     def shared(self, name: str) -> Iterator[None]:
         """Draw the numbers of all ranks in the block; one within another draws from the outer one's."""
-        if not self._are_parted or self._own is not None:
+        if self._position is None or self._own is not None:
             yield
             return
-        seed = self._seed_of(name)
+        seed = self._seed_of(name, self._position())
         self._own = _Stream(self._device)
         try:
             with self._numpy_apart():
@@ -333,9 +331,9 @@ class RandomStreams:
         finally:
             self._spare.append(spare)
 
-    def _seed_of(self, name: str) -> int:
+    def _seed_of(self, name: str, position: Sequence[int]) -> int:
         """Return the seed of the next block of a name."""
-        if (position := self._position()) != self._counted:
+        if position != self._counted:
             self._counted, self._counts = position, {}
         number = self._counts[name] = self._counts.get(name, 0) + 1
         text = int.from_bytes(name.encode(), "big")
