@@ -198,20 +198,20 @@ def errors_shared(strategy: Any, *, of_rank_zero: bool = False) -> Iterator[None
 
 def write_checkpoint(strategy: Any, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Write a checkpoint; see `Strategy.save_checkpoint`."""
-    if is_after_failure():
+    block: AbstractContextManager[None]
+    if is_failed := is_after_failure():
         refuse_partly_updated("save_checkpoint()")
-        with saving_in_hook_reported():
-            _write(strategy, checkpoint, path)
-        return
-    if (worker := _context_between_jobs(strategy)) is not None:
-        with _awaited(strategy, worker, path):
-            if strategy.is_global_zero:
-                _write(strategy, checkpoint, path)
-        return
-    with errors_shared(strategy, of_rank_zero=True):
+        block = saving_in_hook_reported()
+    elif (worker := _context_between_jobs(strategy)) is not None:
+        block = _awaited(strategy, worker, path)
+    else:
+        block = errors_shared(strategy, of_rank_zero=True)
         if strategy.is_global_zero:
             report_phase("checkpoint")
-            _write(strategy, checkpoint, path)
+    with block:
+        if is_failed or strategy.is_global_zero:
+            with as_checkpoint_error(path):
+                strategy.checkpoint_io.save_checkpoint(checkpoint, path)
 
 
 def _context_between_jobs(strategy: Any) -> WorkerContext | None:
@@ -231,17 +231,10 @@ def _awaited(strategy: Any, worker: WorkerContext, path: str | os.PathLike[str])
             yield
     except RankZeroFailedError as error:
         problem = f"could not be written by global_rank={error.global_rank}: {error.failure}"
-        raise CheckpointError(
-            path=os.fspath(path), problem=problem, remedy=error.ADVICE.format(global_rank=0)
-        ) from None
+        remedy = error.ADVICE.format(global_rank=0)
+        raise CheckpointError(os.fspath(path), problem, remedy) from None
     except dist.DistError:
         if worker.ranks.global_rank == 0:
             return  # it has written the file; the others are gone with the store
-        raise RendezvousTimeoutError(
-            "global_rank=0 to save a checkpoint, too", strategy.timeout.total_seconds()
-        ) from None
-
-
-def _write(strategy: Any, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    with as_checkpoint_error(path):
-        strategy.checkpoint_io.save_checkpoint(checkpoint, path)
+        timeout_s = strategy.timeout.total_seconds()
+        raise RendezvousTimeoutError("global_rank=0 to save a checkpoint, too", timeout_s) from None
