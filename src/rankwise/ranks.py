@@ -25,7 +25,6 @@ _LIBRARIES = frozenset(
 # The code of functions that run a rank. Frames further out, as those around a fork, are not the rank's own.
 # By identity, as Python 3.12 hashes all instructions of a code object.
 _entries: dict[int, CodeType] = {}
-_RANK = "[0-9]{1,9}"
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -95,7 +94,7 @@ class RankInfo:
 
 def _rank_from(environ: Mapping[str, str]) -> int:
     for name in _RANK_VARIABLES:
-        if re.fullmatch(_RANK, environ.get(name, "")):
+        if re.fullmatch("[0-9]{1,9}", environ.get(name, "")):
             return int(environ[name])
     return 0
 

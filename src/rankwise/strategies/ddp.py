@@ -181,10 +181,11 @@ class DDPStrategy(Strategy):
         check_parameters(module)
         module = self._prepare_module(module)
         if not trained_parameters(module):
+            returned = given if is_compiled else module
             self._current_job.modules.plain.update((given, module))
             if dist.is_initialized():
-                self._track(given if is_compiled else module)
-            return given if is_compiled else module
+                self.gradients.track(returned, self.data_parallel_group, is_new=True)
+            return returned
         if not dist.is_initialized():
             raise self._wrong_state("setup_module()", "a process group", GROUP_REMEDY)
         import_dynamo()
@@ -217,14 +218,10 @@ class DDPStrategy(Strategy):
         job = self._current_job
         job.modules.wrappers.add(wrapped)
         self.gradients.attach(wrapped, self.local_world_size)
-        self._track(wrapped)
+        self.gradients.track(wrapped, self.data_parallel_group, is_new=True)
         if job.check is not None:
             check_collectives_of(wrapped, job.check)
         self._agree_on_gradients(wrapped)
-
-    def _track(self, module: nn.Module) -> None:
-        """Follow from now on which parameters are trained."""
-        self.gradients.track(module, self.data_parallel_group, is_new=True)
 
     @_or_in_place
     def configure_ddp(self, module: nn.Module, device_ids: list[int] | None) -> DistributedDataParallel:
