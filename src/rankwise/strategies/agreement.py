@@ -22,22 +22,17 @@ from rankwise.nested import walked
 from rankwise.process_group import rank_comparison
 from rankwise.strategies.base import Strategy
 
-_NO_FACTS: Mapping[str, str] = MappingProxyType({})
+_NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
 
 
-def check_ranks_agree(strategy: Strategy, facts: dict[str, str]) -> None:
-    """Make sure that all ranks have the same `facts`, descriptions by name. Collective."""
-    check_same_values(strategy, {}, facts)
-
-
-def check_same_values(
+def check_ranks_agree(
     strategy: Strategy,
-    tensors: Mapping[str, Tensor],
-    facts: Mapping[str, str] = _NO_FACTS,
+    facts: Mapping[str, str],
+    tensors: Mapping[str, Tensor] = _NO_TENSORS,
     when: str = "",
     averaging: str = "",
 ) -> None:
-    """Make sure that all ranks have the same bits of dense tensors and the same `facts`, by name. Collective.
+    """Make sure that all ranks have the same `facts` and bits of dense tensors, by name. Collective.
 
     `when` and `averaging` are for the text of `RankMismatchError`.
     """
@@ -68,7 +63,7 @@ def share_model(strategy: Strategy, module: nn.Module) -> None:
     values = values_of(module, with_buffers=True)
     if not _are_same(strategy, _summary_of(values)):
         share_tensors(values.values(), strategy.data_parallel_group)
-        check_same_values(strategy, values)
+        check_ranks_agree(strategy, {}, values)
 
 
 def values_of(module: nn.Module, *, with_buffers: bool) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.errors import OF_GROUP, UNOWNED, ConfigurationError
 from rankwise.gradient_sync.parameters import parameters_of
-from rankwise.strategies.agreement import check_same_values, values_of
+from rankwise.strategies.agreement import check_ranks_agree, values_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -77,7 +77,7 @@ def check_values(
                 values[f"the values of {label}"] = original
             if with_states and id(original) in known and not strategy.is_sharded(optimizer):
                 values |= _state_of(optimizer, own, label)
-    check_same_values(strategy, values, _hyperparameters(context.optimizers), when, _averaging_of(context))
+    check_ranks_agree(strategy, _hyperparameters(context.optimizers), values, when, _averaging_of(context))
 
 
 def _averaging_of(context: LoopContext) -> str:
@@ -130,7 +130,7 @@ def check_unowned(context: LoopContext) -> None:
     unowned = strategy.gradients.unowned(context.wrapped)
     if unowned and strategy.data_parallel_group is None:  # groups may have other values
         values = {f"the values of parameter {name!r}{UNOWNED}": each for name, each in unowned.items()}
-        check_same_values(strategy, values)
+        check_ranks_agree(strategy, {}, values)
 
 
 def check_can_compare(strategy: Strategy, interval: int | None) -> None:
