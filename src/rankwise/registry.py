@@ -10,9 +10,8 @@ from typing import Any, TypeVar, final, overload
 from rankwise import strategies
 from rankwise.checkpoint import CheckpointIO, TorchCheckpointIO
 from rankwise.checks import check_is_a, check_value, checked_list
-from rankwise.compatibility.lightning_environments import LightningClusterEnvironment
+from rankwise.compatibility.lightning_environments import GivenEnvironment
 from rankwise.compatibility.names import MISSING_STRATEGIES
-from rankwise.environments import ClusterEnvironment
 from rankwise.errors import ConfigurationError, InvalidTypeError, UnknownStrategyError
 from rankwise.named_options import NameTable, package_of, split_options
 from rankwise.precision import Precision, create_precision
@@ -24,7 +23,7 @@ __all__ = ["RegisteredStrategy", "StrategyRegistry"]
 StrategyClass = TypeVar("StrategyClass", bound=type[Strategy])
 _DEFAULT_PARTS: Mapping[str, type] = {"precision": Precision, "checkpoint_io": TorchCheckpointIO}
 _PLUGINS: Mapping[str, Any] = {
-    "cluster environment": (ClusterEnvironment, LightningClusterEnvironment, str),
+    "cluster environment": GivenEnvironment,
     "precision": Precision,
     "checkpoint IO": CheckpointIO,
     "strategy": Strategy,
@@ -183,9 +182,8 @@ def bound_strategy(
 
 def _by_kind(given: Any) -> dict[str, Any]:
     """Return the content of `plugins=[...]` by kind: at most one of each, None for the others."""
-    classes = (str, ClusterEnvironment, LightningClusterEnvironment, Precision, CheckpointIO, Strategy)
     expected = "a ClusterEnvironment or its name, a Precision, a CheckpointIO or a Strategy"
-    plugins = checked_list("plugins", given, classes, expected)
+    plugins = checked_list("plugins", given, tuple(_PLUGINS.values()), expected)
     found = {}
     for name, kind in _PLUGINS.items():
         own = [plugin for plugin in plugins if isinstance(plugin, kind)]

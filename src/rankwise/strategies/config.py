@@ -17,13 +17,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.checks import check_choice, check_is_a, check_keywords, check_name, check_overrides, check_value
-from rankwise.compatibility.lightning_environments import (
-    GivenEnvironment,
-    LightningClusterEnvironment,
-    check_given_environment,
-)
+from rankwise.compatibility.lightning_environments import GivenEnvironment, check_given_environment
 from rankwise.compatibility.names import MISSING_HOOKS
-from rankwise.environments import ClusterEnvironment
 from rankwise.environments.detect import find_environment
 from rankwise.errors import ConfigurationError, InvalidTypeError, UnknownNameError, text_of
 from rankwise.launchers import Launcher
@@ -197,8 +192,8 @@ class ProcessConfig:
         if isinstance(given, str):
             find_environment(given)
         elif given is not None:
-            kinds = (ClusterEnvironment, LightningClusterEnvironment)
-            check_is_a("cluster_environment", given, kinds, "a ClusterEnvironment instance or a name")
+            expected = "a ClusterEnvironment instance or a name"
+            check_is_a("cluster_environment", given, GivenEnvironment, expected)
             check_given_environment(given)
         _check_fields(self)
         self._check_launcher()
