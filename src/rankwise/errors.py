@@ -95,6 +95,15 @@ __all__ = [
     "text_of",
 ]
 
+NO_TEXT = "(its text could not be had)"
+_TEXT_TIMEOUT_S = 3.0
+_LONGEST_TEXT = 1_000_000
+_ONE_SAMPLE = "Expected more than 1 value per channel when training"
+_MOST_DIFFERENCES = 10
+# How the name of a difference between ranks may end, and what it may contain.
+UNOWNED = ", which is in no optimizer of the trainer"
+OF_GROUP = " of parameter group "
+
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
     """Return the candidate closest to `name`, or None if none is close."""
@@ -119,11 +128,6 @@ def signal_name(number: int) -> str:
 def exit_code_text(code: int | None) -> str:
     """Return an exit code, which may be unknown, for a sentence."""
     return "an unknown code" if code is None else f"code {code}"
-
-
-NO_TEXT = "(its text could not be had)"
-_TEXT_TIMEOUT_S = 3.0
-_LONGEST_TEXT = 1_000_000
 
 
 def text_of(error: BaseException, write: Callable[[BaseException], str] = str) -> str:
@@ -519,9 +523,6 @@ def hint_for(exception_type: str, message: str) -> str:
     )
 
 
-_ONE_SAMPLE = "Expected more than 1 value per channel when training"
-
-
 class WorkerTimedOutError(WorkerRaisedError):
     """A worker waited too long for others, in a collective or at the rendezvous, or the job took too long.
 
@@ -722,10 +723,6 @@ class StopAgreementError(RankwiseError, TimeoutError):
         return f"Training was to stop, but {_ranks(self.missing)} did not say when, in {self.timeout_s:g} s."
 
 
-UNOWNED = ", which is in no optimizer of the trainer"
-OF_GROUP = " of parameter group "
-
-
 class RankMismatchError(RankwiseError, RuntimeError):
     """The ranks differ; `differences` maps each property to its values, and each value to global ranks.
 
@@ -774,9 +771,6 @@ class RankMismatchError(RankwiseError, RuntimeError):
                 "in on_fit_start: calls of wrapped(inputs) average its gradients."
             )
         return fix
-
-
-_MOST_DIFFERENCES = 10
 
 
 def _by_rank(values: Mapping[str, tuple[int, ...]]) -> str:

@@ -22,6 +22,7 @@ from rankwise.ranks import warn
 
 Entry = TypeVar("Entry", bound=Any)
 
+_WORDS = {"true": True, "false": False, "none": None}
 KINDS = ("strategies", "environments", "comm_hooks", "loggers")
 """The groups of entry points, without `rankwise.` before them."""
 
@@ -157,9 +158,6 @@ class NameTable(ABC, Generic[Entry]):
 
     def __repr__(self) -> str:
         return f"{self.title}({', '.join(sorted(self._entries))})"
-
-
-_WORDS = {"true": True, "false": False, "none": None}
 
 
 def split_options(argument: str, given: Any) -> tuple[str, dict[str, Any]]:
