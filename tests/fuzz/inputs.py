@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rankwise.errors import RankwiseError
-from rankwise.testing.environments import NO_NUMBERS
+from rankwise.testing.contracts import NO_NUMBERS
 
 MEMORY_BYTES = 1 << 30  # that a test may use more than before, far below what inputs claim
 CPU_S = 10.0  # of one input, in this thread

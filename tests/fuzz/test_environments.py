@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rankwise.doctor.machine import examine_network
+from rankwise.doctor.examination import examine_network
 from rankwise.environments import detect_environment
 from rankwise.environments.network import is_loopback, port_of_job
 from rankwise.environments.slurm import expand_counts, expand_node_list, warn_of_unused_tasks

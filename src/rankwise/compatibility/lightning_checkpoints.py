@@ -23,20 +23,10 @@ def is_lightning_checkpoint(checkpoint: Mapping[str, Any]) -> bool:
 
 @final
 class LightningState:
-    """The state with which a fit continues.
+    """The state with which a fit continues; `left_out` describes what cannot be restored.
 
-    Attributes:
-        epoch: the epoch to begin next.
-        global_step: the number of optimizer steps so far.
-        total_batches: the number of batches in the epochs before that.
-        counted_steps: how many batches have ended with a step: the step number for loggers.
-        optimizers: their states, as torch's.
-        schedulers: their states, as torch's.
-        scaler: the state of the loss scaling; {} for none.
-        left_out: descriptions of what cannot be restored.
-
-    Raises:
-        CheckpointError: for a checkpoint that has only weights, or not the contents of a fit.
+    `counted_steps`, the step number for loggers, is the number of batches that have ended with a step;
+    `epoch` is the epoch to begin next, and `total_batches` the number of batches in the epochs before it.
     """
 
     def __init__(self, checkpoint: Mapping[str, Any], path: str) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -39,12 +38,8 @@ def classes_lent(trainer: object, given: Iterable[Any], classes: Mapping[str, ty
     """Temporarily add rankwise's base class to modules and data modules that derive from Lightning's.
 
     Methods of the user stay; rankwise's methods override the methods of Lightning's base class. After the
-    block the objects have their previous class, and no trainer. Other objects do not change.
-
-    Args:
-        trainer: their trainer in the block.
-        given: the objects; a module's submodules are included.
-        classes: rankwise's base class for each name of a Lightning class.
+    block the objects have their previous class, and no trainer. Other objects do not change. `classes` are
+    rankwise's, by the name of the class in Lightning.
     """
     lent: list[tuple[Any, type, type]] = []
     try:
@@ -66,11 +61,7 @@ def classes_lent(trainer: object, given: Iterable[Any], classes: Mapping[str, ty
 
 
 def give_class_to_callback(callback: object, own: type) -> None:
-    """Add rankwise's base class to a callback that derives from Lightning's; leave other objects alone.
-
-    Raises:
-        ConfigurationError: for the callbacks that come with Lightning.
-    """
+    """Add rankwise's base class to a user's callback for Lightning; refuse Lightning's own callbacks."""
     if not _lacks_class(callback, "Callback", own):
         return
     kind = type(callback)
@@ -111,7 +102,7 @@ def _joined(kind: type, name: str, own: type) -> Any:
         "_class_in_lightning": (kind, name, own),
     }
     bridge = _bridge(base, name, own)
-    return types.new_class(kind.__name__, (bridge,) if kind is base else (kind, bridge), {}, _filled(body))
+    return type(kind.__name__, (bridge,) if kind is base else (kind, bridge), body)
 
 
 @functools.cache
@@ -126,11 +117,7 @@ def _bridge(base: type, name: str, own: type) -> Any:
         body["_call_batch_hook"] = lambda module, hook, *args: getattr(module, hook)(*args)
         body["configure_sharded_model"] = None  # Lightning's is empty; one that a user has defined is refused
         body["_weight"] = None
-    return types.new_class(own.__name__, (own, base), {}, _filled(body))
-
-
-def _filled(body: Mapping[str, Any]) -> Callable[[dict[str, Any]], None]:
-    return lambda namespace: namespace.update(body)
+    return type(own.__name__, (own, base), body)
 
 
 def _reduce_ex(value: Any, protocol: Any) -> tuple[Any, ...]:

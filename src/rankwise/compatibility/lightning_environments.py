@@ -36,12 +36,7 @@ GivenEnvironment = ClusterEnvironment | LightningClusterEnvironment | str
 
 
 def check_given_environment(given: object) -> None:
-    """Check the methods of an environment of either class.
-
-    Raises:
-        ConfigurationError: for a method that is abstract in Lightning and not defined, and for methods of
-            an environment of rankwise: see `check_overrides`.
-    """
+    """Check the methods of an environment: of Lightning's class all must be there, see `check_overrides`."""
     if not isinstance(given, LightningClusterEnvironment):
         check_overrides(given, MISSING_HOOKS["environment"])
         return
@@ -60,14 +55,7 @@ def adapted_environment(
 ) -> ClusterEnvironment:
     """Return an environment of rankwise that reads its facts from an environment of Lightning.
 
-    Args:
-        given: the environment of Lightning.
-        devices: the number of processes on this node, if the user has given it.
-        num_nodes: the number of nodes, if the user has given it.
-        is_rerun: whether a strategy has started this process; Lightning's environment may not see that.
-
-    Raises:
-        ConfigurationError: when the number of processes on this node is not known, and for methods that fail.
+    `is_rerun` says that a strategy has started this process, which Lightning's environment may not see.
     """
     if is_rerun or not _ask(given, "creates_processes_externally"):
         return _AdaptedNodes(given)
@@ -120,14 +108,14 @@ class _AdaptedRanks(_Adapted):
     def __init__(self, given: Any, devices: int | None, num_nodes: int | None) -> None:
         super().__init__(given)
         world_size = self.world_size
-        self._local_world_size = devices or self._without_devices(world_size, num_nodes)
-        self._num_nodes = num_nodes or max(1, world_size // self._local_world_size)
-        given.set_world_size(self._num_nodes * self._local_world_size)
-        given.set_global_rank(self.node_rank * self._local_world_size + self.local_rank)
-        if self.world_size != self._num_nodes * self._local_world_size:
+        self._local_world_size = own = devices or self._without_devices(world_size, num_nodes)
+        num_nodes = num_nodes or max(1, world_size // own)
+        given.set_world_size(num_nodes * own)
+        given.set_global_rank(self.node_rank * own + self.local_rank)
+        if self.world_size != num_nodes * own:
             raise WorldSizeMismatchError(
-                devices=self._local_world_size,
-                num_nodes=self._num_nodes,
+                devices=own,
+                num_nodes=num_nodes,
                 launched_by=type(given).__name__,
                 world_size=self.world_size,
                 variables=self.seen(),
@@ -146,20 +134,10 @@ class _AdaptedRanks(_Adapted):
     def local_world_size(self) -> int:
         return self._local_world_size
 
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
 
 @final
 class _AdaptedNodes(_Adapted, NodesEnvironment):
     """An environment of one process on each node, from which the strategy starts the others."""
-
-    has_num_nodes = False
-
-    @property
-    def num_nodes(self) -> int:
-        return self.node_rank + 1
 
 
 def _ask(given: Any, name: str) -> Any:

@@ -6,7 +6,7 @@ Each table has, for a name, what to write instead. The documentation shows the s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, final
+from typing import NoReturn, final
 
 from rankwise.errors import MissingAttributeError
 
@@ -15,9 +15,8 @@ _DEVICES = 'rankwise trains on CPUs and CUDA devices: Trainer(accelerator="cpu")
 
 TRAINER_ARGUMENTS: Mapping[str, str] = {
     # how many processes, and where
-    "gpus": 'Trainer(accelerator="gpu", devices={value!r}).',
+    **dict.fromkeys(("gpus", "num_gpus"), 'Trainer(accelerator="gpu", devices={value!r}).'),
     "num_processes": "Trainer(devices={value!r}).",
-    "num_gpus": 'Trainer(accelerator="gpu", devices={value!r}).',
     "auto_select_gpus": 'Trainer(accelerator="gpu", devices=[...]), with the indices of free devices.',
     **dict.fromkeys(("tpu_cores", "ipus", "hpus"), _DEVICES),
     "distributed_backend": "Trainer(strategy={value!r}).",
@@ -29,8 +28,7 @@ TRAINER_ARGUMENTS: Mapping[str, str] = {
     "prepare_data_per_node": "leave it out: prepare_data() runs once on each node.",
     "multiple_trainloader_mode": "trainer.fit(model, CombinedLoader(loaders, mode=...)).",
     # precision
-    "amp_backend": 'Trainer(precision="16-mixed"); for Apex O2: "16-master".',
-    "amp_level": 'Trainer(precision="16-mixed"); for Apex O2: "16-master".',
+    **dict.fromkeys(("amp_backend", "amp_level"), 'Trainer(precision="16-mixed"); for Apex O2: "16-master".'),
     # the run
     "resume_from_checkpoint": "trainer.fit(model, ckpt_path={value!r}).",
     "terminate_on_nan": 'Trainer(on_nonfinite="raise").',
@@ -90,7 +88,6 @@ OTHER_PRECISIONS: Mapping[str, str] = {
 """Names of precisions in other libraries, and rankwise's."""
 
 _METRICS = "trainer.callback_metrics, trainer.logged_metrics."
-_IN_CALLBACKS = "it is an argument only; look for the callback that it adds in trainer.callbacks."
 
 TRAINER_ATTRIBUTES: Mapping[str, str] = {
     "devices": "trainer.num_devices, or trainer.device_ids.",
@@ -108,10 +105,10 @@ TRAINER_ATTRIBUTES: Mapping[str, str] = {
     "_signal_connector": "trainer.received_sigterm.",
     # arguments of the constructor
     "plugins": "it is an argument only; trainer.strategy and trainer.precision_plugin have the parts.",
-    "max_time": _IN_CALLBACKS,
-    "enable_checkpointing": _IN_CALLBACKS,
-    "enable_model_summary": _IN_CALLBACKS,
-    "enable_progress_bar": _IN_CALLBACKS,
+    **dict.fromkeys(
+        ("max_time", "enable_checkpointing", "enable_model_summary", "enable_progress_bar"),
+        "it is an argument only; look for the callback that it adds in trainer.callbacks.",
+    ),
     "model_registry": "it is an argument only.",
 }
 """Attributes of Lightning's Trainer."""
@@ -136,8 +133,7 @@ _HOOKS_OF_ALL: Mapping[str, str] = {
     "on_epoch_end": "on_train_epoch_end.",
     "on_batch_start": "on_train_batch_start.",
     "on_batch_end": "on_train_batch_end.",
-    "on_pretrain_routine_start": "on_fit_start.",
-    "on_pretrain_routine_end": "on_fit_start.",
+    **dict.fromkeys(("on_pretrain_routine_start", "on_pretrain_routine_end"), "on_fit_start."),
     "on_hpc_save": "on_save_checkpoint.",
     "on_hpc_load": "on_load_checkpoint.",
     "on_predict_model_train": "on_predict_end.",
@@ -162,8 +158,8 @@ def _for_each(remedies: Mapping[str, str]) -> dict[str, str]:
     return {name: remedy for names, remedy in remedies.items() for name in names.split()}
 
 
-_MISSING_IN_STRATEGIES = _for_each(
-    {
+_MISSING_IN_PARTS: Mapping[str, Mapping[str, str]] = {
+    "strategy": {
         # the wrapper
         "_setup_model pre_configure_ddp": _WRAPPER,
         "_determine_ddp_device_ids": "determine_ddp_device_ids(self).",
@@ -208,9 +204,7 @@ _MISSING_IN_STRATEGIES = _for_each(
         "load_optimizer_state_dict": "on_load_checkpoint of a Callback.",
         "remove_checkpoint": "remove_checkpoint(self, path) of a CheckpointIO.",
         "restore_checkpoint_after_setup lightning_restore_optimizer": _DONE,
-    }
-)
-_MISSING_IN_PLUGINS: Mapping[str, Mapping[str, str]] = {
+    },
     "precision": {
         "main_params master_params": "main_parameters(self, optimizer).",
         "clip_gradients _clip_gradients": f"{_CLIP_NORM}; {_CLIP_VALUE}.",
@@ -270,8 +264,7 @@ MISSING_HOOKS: Mapping[str, Mapping[str, str]] = {
         **_HOOKS_OF_ALL,
     },
     "callback": {
-        "on_init_start": "setup(trainer, module, stage).",
-        "on_init_end": "setup(trainer, module, stage).",
+        **dict.fromkeys(("on_init_start", "on_init_end"), "setup(trainer, module, stage)."),
         "on_keyboard_interrupt": "on_exception.",
         **_HOOKS_OF_ALL,
     },
@@ -280,8 +273,7 @@ MISSING_HOOKS: Mapping[str, Mapping[str, str]] = {
         "on_load_checkpoint": "load_state_dict(state_dict).",
         **_HOOKS_OF_ALL,
     },
-    "strategy": _MISSING_IN_STRATEGIES,
-    **{kind: _for_each(remedies) for kind, remedies in _MISSING_IN_PLUGINS.items()},
+    **{kind: _for_each(remedies) for kind, remedies in _MISSING_IN_PARTS.items()},
 }
 """Methods of Lightning's classes (1.x and 2.x) that rankwise never calls, by the kind of class."""
 
@@ -382,13 +374,7 @@ class MissingAttribute(property):
     """An attribute that does not exist: to read and to assign it raise MissingAttributeError."""
 
     def __init__(self, owner: str, name: str, remedy: str) -> None:
-        super().__init__()
-        self._fields = {"owner": owner, "attribute": name, "remedy": remedy}
+        def refuse(*_: object) -> NoReturn:
+            raise MissingAttributeError(owner=owner, attribute=name, remedy=remedy)
 
-    def __get__(self, instance: object, owner: type | None = None) -> Any:
-        if instance is None:
-            return self
-        raise MissingAttributeError(**self._fields)
-
-    def __set__(self, instance: object, value: object) -> None:
-        self.__get__(instance)
+        super().__init__(refuse, refuse)

@@ -116,9 +116,6 @@ class Report:
 
     def advice(self) -> str:
         """Return the last part of the text: what to fix, and the next step."""
-        return _block("What to fix", self._advice())
-
-    def _advice(self) -> list[str]:
         lines: list[str] = []
         for finding in self.findings:
             lines += _wrapped("WRONG: " if finding.is_error else "Note:  ", finding.what)
@@ -126,7 +123,7 @@ class Report:
         if self.is_healthy:
             lines += _wrapped("", "Nothing is wrong." if self.findings else "Nothing.")
             lines += _wrapped("Next:  ", self.next_step)
-        return lines
+        return _block("What to fix", lines)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:

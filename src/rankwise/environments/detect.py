@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint
 from typing import Any, NamedTuple, final
 
-from rankwise.environments.base import ClusterEnvironment
-from rankwise.environments.incomplete import check_is_alone
+from rankwise.checks import check_value
+from rankwise.environments.base import ClusterEnvironment, is_set, whole_number
 from rankwise.environments.mpi import LSFEnvironment, MPIEnvironment, PALSEnvironment
 from rankwise.environments.nodes import (
     KubeflowEnvironment,
@@ -20,9 +21,19 @@ from rankwise.environments.slurm import SlurmEnvironment
 from rankwise.environments.torch_variables import LocalEnvironment, PlainEnvironment, TorchElasticEnvironment
 from rankwise.errors import EnvironmentVariableError, InvalidTypeError, UnknownNameError
 from rankwise.named_options import NameTable
+from rankwise.ranks import warn
 
 ENVIRONMENT_VARIABLE = "RANKWISE_ENVIRONMENT"
 _REASON, _LAST_REASON = "all of its variables are set and agree", "no launcher's variables are complete"
+_SIZES, _RANKS = ("world_size", "num_nodes"), ("global_rank", "node_rank")
+
+# Variables of launchers that have no environment here: how many processes, or which hosts, a job has.
+_OTHER_LAUNCHERS = {"SM_HOSTS": "SageMaker", "SUBMITIT_LOCAL_NTASKS": "submitit's local executor"}
+_REMEDY = (
+    "start the script with torchrun; or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and "
+    "MASTER_PORT for each process, or NODE_RANK, NNODES, MASTER_ADDR and MASTER_PORT for one process on each "
+    "node; or RANKWISE_ENVIRONMENT=local if each process shall train alone."
+)
 
 # In the order of detection: a launcher that others may have started comes before them. Environments of
 # installed packages come after the first one: they know their site, but torchrun is nearer to the process.
@@ -61,19 +72,17 @@ class _Environments(NameTable[type[ClusterEnvironment]]):
 
     def _entries_of(self, point: EntryPoint, loaded: Any) -> Mapping[str, type[ClusterEnvironment]]:
         is_environment = isinstance(loaded, type) and issubclass(loaded, ClusterEnvironment)
-        if is_environment and loaded.name.lower() == point.name.lower():
-            return {point.name: loaded}
-        raise InvalidTypeError(
-            argument=point.value,
-            value=loaded,
-            expected=f"a subclass of ClusterEnvironment with the attribute name = {point.name!r}",
-        )
+        is_named = is_environment and loaded.name.lower() == point.name.lower()
+        expected = f"a subclass of ClusterEnvironment with the attribute name = {point.name!r}"
+        check_value(point.value, loaded, is_named, expected, error=InvalidTypeError)
+        return {point.name: loaded}
 
     def _unknown(self, name: str) -> UnknownNameError:
         return UnknownNameError(kind="environment", name=name, known=tuple(self))
 
 
 _ENVIRONMENTS = _Environments()
+find_environment = _ENVIRONMENTS.entry
 
 
 @final
@@ -95,21 +104,12 @@ def environment_names() -> tuple[str, ...]:
     return tuple(_ENVIRONMENTS)
 
 
-def find_environment(name: str) -> type[ClusterEnvironment]:
-    """Return the class of an environment's name.
-
-    Raises:
-        UnknownNameError: for an unknown name.
-        ConfigurationError: when an installed package has the name, and it cannot be loaded.
-    """
-    return _ENVIRONMENTS.entry(name)
-
-
 def create_environment(name: str, environ: Mapping[str, str] | None = None) -> ClusterEnvironment:
     """Return the environment of that name, validated.
 
     Raises:
-        UnknownNameError, ConfigurationError: as `find_environment`.
+        UnknownNameError: for an unknown name.
+        ConfigurationError: when an installed package has the name, and it cannot be loaded.
         EnvironmentVariableError: when its variables are incomplete or contradict each other.
     """
     environment = find_environment(name)(environ)
@@ -146,3 +146,48 @@ def detect_environment(environ: Mapping[str, str] | None = None) -> Detection:
     if found is LocalEnvironment:
         check_is_alone(candidates, environ)
     return Detection(found(environ), _LAST_REASON if found is LocalEnvironment else _REASON, rejected)
+
+
+def check_is_alone(candidates: Sequence[type[ClusterEnvironment]], environ: Mapping[str, str]) -> None:
+    """Check that this process may train alone, for which no environment of `candidates` was found.
+
+    A variable for the number of processes or nodes may be preset: it is a warning. With a rank it means that
+    a launcher has started several processes, each of which would train alone: an error.
+    """
+    for variable, launcher in _OTHER_LAUNCHERS.items():
+        if _count(variable, environ) > 1:
+            raise EnvironmentVariableError(
+                environment=launcher,
+                problem=f"{variable} means several processes, but rankwise has no environment for {launcher}",
+                variables={variable: environ[variable]},
+                remedy=_REMEDY,
+            )
+    incomplete = [cls for cls in candidates if cls.missing(environ)]
+    sizes = {cls: _above(1, cls, _SIZES, environ) for cls in incomplete}
+    # Beside such a size, rank 0 is one of several ranks too.
+    of_several = [cls for cls in incomplete if _above(-1 if sizes[cls] else 0, cls, _RANKS, environ)]
+    if of_several:  # of equally complete sets the later is the more general one
+        nearest = min(reversed(of_several), key=lambda cls: len(cls.missing(environ)))
+        raise nearest(environ).error_of_missing()
+    if names := dict.fromkeys(name for found in sizes.values() for name in found):
+        warn(
+            f"{', '.join(f'{name}={environ[name]}' for name in names)} is set, which means several processes "
+            "or nodes, but no launcher's variables are complete: this process trains alone. If this is "
+            "intended, set RANKWISE_ENVIRONMENT=local.",
+        )
+
+
+def _above(
+    lowest: int, cls: type[ClusterEnvironment], facts: Sequence[str], environ: Mapping[str, str]
+) -> list[str]:
+    """Return the variables of these facts that are set to a greater number."""
+    table = cls.full_table(environ)
+    names = (table[fact] for fact in facts if fact in table)
+    return [name for name in names if is_set(name, environ) and _count(name, environ) > lowest]
+
+
+def _count(name: str, environ: Mapping[str, str]) -> int:
+    """Return a variable's number, or the number of items of a list or a range; 0 without a variable."""
+    text = environ.get(name, "").strip()
+    number = whole_number(text)
+    return len(re.findall(r"[^\s,:]+", text)) if number is None else number

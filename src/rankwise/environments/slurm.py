@@ -32,6 +32,7 @@ _WORD = rf"(?:[A-Za-z0-9._-]|{_BRACKET})+"
 _LIST = f"{_WORD}(?:,{_WORD})*"
 _RANGE = r"([0-9]{1,15})(?:-([0-9]{1,15}))?"
 _COUNT = r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?"
+_NAMES_WITH_RANGES = 'names with ranges, such as "gpu[01-03,7],login"'
 
 
 @final
@@ -84,7 +85,10 @@ class SlurmEnvironment(ClusterEnvironment):
     def rejection(cls, environ: Mapping[str, str]) -> str | None:
         """Return why srun has not started this process, or has started another launcher that did."""
         if not is_set("SLURM_STEP_ID", environ):
-            return _without_step(environ)
+            if not is_set("SLURM_JOB_ID", environ):
+                return "SLURM_JOB_ID and SLURM_STEP_ID not set"
+            what = "batch step" if is_set("SLURM_PROCID", environ) else "shell in an allocation"
+            return f"this is a {what} (SLURM_STEP_ID is not set): srun has not started it"
         step = cls(environ)._number("SLURM_STEP_ID", highest=0xFFFFFFFF)
         if step >= _FIRST_SPECIAL_STEP:
             return f"SLURM_STEP_ID={step} is the allocation's own shell, not a step of srun"
@@ -193,14 +197,6 @@ def warn_of_unused_tasks(environ: Mapping[str, str], world_size: int) -> None:
         )
 
 
-def _without_step(environ: Mapping[str, str]) -> str:
-    if not is_set("SLURM_JOB_ID", environ):
-        return "SLURM_JOB_ID and SLURM_STEP_ID not set"
-    if is_set("SLURM_PROCID", environ):
-        return "this is a batch step (SLURM_STEP_ID is not set): srun has not started it"
-    return "this is a shell in an allocation (SLURM_STEP_ID is not set): srun has not started it"
-
-
 def expand_node_list(text: str) -> list[str]:
     """Return the names of the nodes, in the list's order.
 
@@ -211,7 +207,7 @@ def expand_node_list(text: str) -> list[str]:
         ['gpu08', 'gpu09', 'gpu10', 'gpu3', 'login']
     """
     if re.fullmatch(_LIST, text.strip()) is None:
-        raise _not_a_node_list(text)
+        raise _error("node list", text, _NAMES_WITH_RANGES)
     words = re.findall(_WORD, text)
     longest = max(len(re.sub(_BRACKET, "", word)) for word in words)
     if longest > _MAX_NAME or max(word.count("[") for word in words) > _MAX_BRACKETS:
@@ -245,7 +241,7 @@ def _numbers(inside: str, text: str) -> Iterator[str]:
     for item in inside.split(","):
         found = re.fullmatch(_RANGE, item)
         if found is None or int(found[1]) > int(found[2] or found[1]):
-            raise _not_a_node_list(text)
+            raise _error("node list", text, _NAMES_WITH_RANGES)
         for number in range(int(found[1]), int(found[2] or found[1]) + 1):
             yield str(number).zfill(len(found[1]))
 
@@ -263,10 +259,6 @@ def _limited(items: Iterable[T], text: str) -> list[T]:
     if len(found) > _MAX_NODES:
         raise _error("node list", text, f"at most {_MAX_NODES} nodes")
     return found
-
-
-def _not_a_node_list(text: str) -> InvalidArgumentError:
-    return _error("node list", text, 'names with ranges, such as "gpu[01-03,7],login"')
 
 
 def _error(argument: str, text: str, expected: str) -> InvalidArgumentError:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync import GradientSyncMode
 from rankwise.gradient_sync.parameters import trained_parameters
 from rankwise.precision import Precision
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from rankwise.strategies import Strategy
+from rankwise.strategies import Strategy
 
 
 @final
@@ -51,11 +48,7 @@ class BackwardChecks:
 
     @contextmanager
     def running(self, weight: Any) -> Iterator[None]:
-        """Return the block of `Fabric.backward`, of a loss with that weight, or None.
-
-        Raises:
-            ConfigurationError: without a weight that is asked for, and outside of a context that is needed.
-        """
+        """Return the block of `Fabric.backward`; refuse a loss that lacks a weight or context it needs."""
         strategy = self._strategy
         if strategy.gradient_weighting == "logged" and weight is None:
             raise ConfigurationError(

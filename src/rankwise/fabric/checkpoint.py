@@ -9,11 +9,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rankwise.checkpoint.base import restored_from
-from rankwise.checks import check_callable, check_is_a
+from rankwise.checks import check_callable, check_is_a, check_value
 from rankwise.errors import CheckpointError, ConfigurationError, InvalidTypeError
-from rankwise.fabric.data_loader import FabricDataLoader
-from rankwise.fabric.module import FabricModule
-from rankwise.fabric.optimizer import FabricOptimizer
+from rankwise.fabric.wrappers import FabricDataLoader, FabricModule, FabricOptimizer
 from rankwise.strategies import Strategy
 
 PRECISION = "rankwise_precision"
@@ -40,9 +38,10 @@ def checkpoint_of(strategy: Strategy, state: Mapping[str, Any], filters: Filters
     """Return the checkpoint of a state. Collective: every rank must call this."""
     checkpoint = {key: _state_of(strategy, value) for key, value in state.items()}
     for key, keeps in filters.items():
-        if not isinstance(checkpoint[key], Mapping):
-            expected = "an object with a state"
-            raise InvalidTypeError(argument=f"state[{key!r}]", value=state[key], expected=expected)
+        has_state = isinstance(checkpoint[key], Mapping)
+        check_value(
+            f"state[{key!r}]", state[key], has_state, "an object with a state", error=InvalidTypeError
+        )
         checkpoint[key] = {name: value for name, value in checkpoint[key].items() if keeps(name, value)}
     if own := strategy.precision.state_dict():
         checkpoint[PRECISION] = own
@@ -65,11 +64,7 @@ def _state_of(strategy: Strategy, value: Any) -> Any:
 def restore_state(
     strategy: Strategy, path: str, checkpoint: dict[str, Any], state: dict[str, Any], *, strict: bool
 ) -> dict[str, Any]:
-    """Restore the objects in `state`, and replace its values; return the rest of the checkpoint.
-
-    Raises:
-        CheckpointError: with `strict`, when the file lacks a part of the state; and when one does not fit.
-    """
+    """Restore the objects in `state`, and replace its values; return the rest of the checkpoint."""
     if strict and (missing := [key for key in state if key not in checkpoint]):
         raise CheckpointError(
             path=path,

@@ -17,17 +17,19 @@ from torch.utils.data import DataLoader
 
 from rankwise.checks import check_choice, check_is_a, check_keywords, check_value, checked_list
 from rankwise.compatibility.names import FABRIC_ATTRIBUTES, missing_attributes
-from rankwise.errors import (
-    ConfigurationError,
-    LifecycleError,
-)
+from rankwise.errors import ConfigurationError, LifecycleError
 from rankwise.fabric.backward import BackwardChecks
-from rankwise.fabric.callbacks import call_callbacks
+from rankwise.fabric.calling import call_callbacks, check_function, launching_itself, run_function
 from rankwise.fabric.checkpoint import check_filters, checkpoint_of, restore_object, restore_state
-from rankwise.fabric.data_loader import fabric_data_loaders
-from rankwise.fabric.launching import check_function, launching_itself, run_function
-from rankwise.fabric.module import FabricModule, check_set_up
-from rankwise.fabric.optimizer import FabricOptimizer, fabric_optimizer, plain_optimizer
+from rankwise.fabric.wrappers import (
+    FabricDataLoader,
+    FabricModule,
+    FabricOptimizer,
+    check_set_up,
+    fabric_optimizer,
+    plain_optimizer,
+    split_loaders,
+)
 from rankwise.loggers import Logger
 from rankwise.loggers.base import finalize_all
 from rankwise.loggers.names import created_loggers
@@ -361,13 +363,13 @@ class Fabric:
                 message="each_sample_once=True has no effect with use_distributed_sampler=False.",
                 remedy="leave out one of the two.",
             )
-        prepared = fabric_data_loaders(
-            dataloaders,
-            self.strategy,
-            use_distributed_sampler=use_distributed_sampler,
-            move_to_device=move_to_device,
-            each_sample_once=each_sample_once,
-        )
+        parts: list[tuple[Any, int | None]] = [(loader, None) for loader in dataloaders]
+        if use_distributed_sampler:
+            parts = split_loaders(dataloaders, self.strategy, each_sample_once=each_sample_once)
+        prepared = [
+            FabricDataLoader(loader, self.strategy, seed=seed, move_to_device=move_to_device)
+            for loader, seed in parts
+        ]
         return prepared[0] if len(prepared) == 1 else prepared
 
     def backward(

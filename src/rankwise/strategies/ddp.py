@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.checks import accepts, check_value
 from rankwise.compatibility.lightning_environments import GivenEnvironment
-from rankwise.compatibility.lightning_wrapping import wrapped_in_place
 from rankwise.environments import ClusterEnvironment
 from rankwise.environments.network import listening_address
 from rankwise.errors import ConfigurationError, InvalidTypeError, LaunchRefusedError
@@ -41,7 +40,12 @@ from rankwise.strategies.config import (
     refuse_keywords,
     take_fields,
 )
-from rankwise.strategies.module_wrapping import check_collectives_of, compile_within, uncompiled
+from rankwise.strategies.module_wrapping import (
+    check_collectives_of,
+    compile_within,
+    uncompiled,
+    wrapped_in_place,
+)
 from rankwise.strategies.placement import Placement, check_variables, inline_launcher, refuse_time_limit
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -53,7 +57,7 @@ def _or_in_place(configure_ddp: Method) -> Method:
 
     @wraps(configure_ddp)
     def configure(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs or "_setup_model" not in vars(self):  # see compatibility/lightning_wrapping.py
+        if args or kwargs or "_setup_model" not in vars(self):  # see wrapped_in_place
             return configure_ddp(self, *args, **kwargs)
         self.model = self._setup_model(self.model)
         return self.model

@@ -92,6 +92,28 @@ def own_memory(module: nn.Module, launcher: Launcher | None) -> None:
             tensor.data = torch.empty(0, dtype=tensor.dtype).set_(own, *place)
 
 
+def wrapped_in_place(
+    strategy: Any, module: nn.Module, wrap: Callable[[nn.Module], nn.Module], ddp_kwargs: dict[str, Any]
+) -> object:
+    """Call `configure_ddp()`, which puts the wrapper into `strategy.model` as in Lightning 2; return it."""
+    given: dict[str, Any] = {
+        "model": module,
+        "_ddp_kwargs": ddp_kwargs,
+        "_setup_model": wrap,
+        **dict.fromkeys(("pre_configure_ddp", "_register_ddp_hooks"), lambda: None),  # done elsewhere
+    }
+    own = vars(strategy)
+    before = {name: own[name] for name in given if name in own}
+    own.update(given)
+    try:
+        strategy.configure_ddp()
+        return strategy.model
+    finally:
+        for name in given:
+            own.pop(name, None)
+        own.update(before)
+
+
 def check_collectives_of(wrapped: DistributedDataParallel, check: CollectiveCheck) -> None:
     """Also compare the collectives that a wrapper runs in C++.
 

@@ -7,20 +7,14 @@ from typing import TYPE_CHECKING
 from rankwise.start import lazy_names
 
 if TYPE_CHECKING:
-    from rankwise.testing.checkpoints import check_checkpoint_io
-    from rankwise.testing.environments import check_environment
+    from rankwise.testing.contracts import check_checkpoint_io, check_environment
     from rankwise.testing.faults import Fault, InjectedFault, inject_faults
-    from rankwise.testing.launchers import check_launcher
-    from rankwise.testing.running import run_distributed
-    from rankwise.testing.strategies import check_strategy
+    from rankwise.testing.jobs import check_launcher, check_strategy, run_distributed
 
 _HOMES = {
-    "rankwise.testing.checkpoints": "check_checkpoint_io",
-    "rankwise.testing.environments": "check_environment",
+    "rankwise.testing.contracts": "check_checkpoint_io check_environment",
     "rankwise.testing.faults": "Fault InjectedFault inject_faults",
-    "rankwise.testing.launchers": "check_launcher",
-    "rankwise.testing.running": "run_distributed",
-    "rankwise.testing.strategies": "check_strategy",
+    "rankwise.testing.jobs": "check_launcher check_strategy run_distributed",
 }
 
 __all__ = [

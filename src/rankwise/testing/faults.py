@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import signal
-import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from rankwise.errors import ConfigurationError
 from rankwise.monitoring import heartbeat
 
 ACTIONS = ("raise", "kill", "stop", "exit", "delay")
-_TIME = struct.Struct("=d")
 
 
 class InjectedFault(RuntimeError):
@@ -71,21 +69,17 @@ class Fault:
 
 
 @final
-@dataclass(eq=False)
 class FaultInjection:
     """The faults of a block, in memory that ranks share if they are forks: a time for each, 0 for not yet."""
 
-    faults: Sequence[Fault]
-    _optimizer_steps: int = 0
-
-    def __post_init__(self) -> None:
-        """Make the shared memory."""
-        self._times = mmap.mmap(-1, max(1, len(self.faults)) * _TIME.size)
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        self.faults = faults
+        self._times = memoryview(mmap.mmap(-1, max(1, len(faults)) * 8)).cast("d")
+        self._optimizer_steps = 0
 
     def happened_s(self, fault: Fault) -> float | None:
         """Return when a fault happened, on the node's monotonic clock; None if it did not."""
-        (time_s,) = _TIME.unpack_from(self._times, self.faults.index(fault) * _TIME.size)
-        return time_s or None
+        return self._times[self.faults.index(fault)] or None
 
     def on_phase(self, step: int, phase: str) -> None:
         """Let the faults happen that are due on this rank."""
@@ -94,7 +88,7 @@ class FaultInjection:
         for number, fault in enumerate(self.faults):
             is_due = fault.phase in (None, phase) and at >= (fault.step or 0)
             if is_due and os.environ.get("RANK") == str(fault.rank) and self.happened_s(fault) is None:
-                _TIME.pack_into(self._times, number * _TIME.size, time.monotonic())
+                self._times[number] = time.monotonic()
                 fault.happen()
 
 

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 try:
     import pytest
@@ -36,8 +36,7 @@ class _Settings:
     timeout: float = 60.0
 
 
-@dataclass(frozen=True)
-class _Outcome:
+class _Outcome(NamedTuple):
     """How a test failed on a rank: its representation in pytest's report, and its exception, pickled."""
 
     longrepr: Any
@@ -56,25 +55,23 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Refuse the marker where it would have no effect, or with wrong arguments."""
     for item in items:
-        if item.get_closest_marker(MARKER) is not None:
-            _refuse_unless_possible(item)
+        if item.get_closest_marker(MARKER) is not None and (problem := _problem_of(item)):
+            raise pytest.UsageError(
+                f"@pytest.mark.{MARKER} is not possible: {item.nodeid} {problem}.\n  Fix: {_USE}"
+            )
 
 
-def _refuse_unless_possible(item: pytest.Item) -> None:
-    problem = ""
+def _problem_of(item: pytest.Item) -> str:
+    """Return why an item cannot have the marker; an empty string if it can."""
     if type(item) is not pytest.Function:
-        problem = f"is no test function but a {type(item).__name__}, which runs its test itself"
-    elif inspect.iscoroutinefunction(item.obj) or inspect.isgeneratorfunction(item.obj):
-        problem = "is a coroutine or generator"
-    else:
-        try:
-            _settings_of(item)
-        except TypeError as error:
-            problem = f"has wrong arguments: {error}"
-    if problem:
-        raise pytest.UsageError(
-            f"@pytest.mark.{MARKER} is not possible: {item.nodeid} {problem}.\n  Fix: {_USE}"
-        )
+        return f"is no test function but a {type(item).__name__}, which runs its test itself"
+    if inspect.iscoroutinefunction(item.obj) or inspect.isgeneratorfunction(item.obj):
+        return "is a coroutine or generator"
+    try:
+        _settings_of(item)
+    except TypeError as error:
+        return f"has wrong arguments: {error}"
+    return ""
 
 
 def _settings_of(item: pytest.Item) -> _Settings | None:
@@ -83,7 +80,7 @@ def _settings_of(item: pytest.Item) -> _Settings | None:
 
 
 def _strategy_of(item: pytest.Item) -> DDPStrategy:
-    from rankwise.testing.running import new_strategy
+    from rankwise.testing.jobs import new_strategy
 
     if _STRATEGY not in item.stash:
         settings = _settings_of(item)
@@ -106,15 +103,17 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     settings = _settings_of(pyfuncitem)
     if settings is None:
         return None
-    from rankwise.errors import WorkerError
-    from rankwise.testing.running import run_on
+    from rankwise.errors import WorkerError, WorkerTimedOutError
+    from rankwise.testing.jobs import run_on
 
     with ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(settings.world_size)]
         try:
             run_on(_strategy_of(pyfuncitem), _run_test, pyfuncitem, files)
         except WorkerError as error:
-            outcome = None if _took_too_long(error) else _read(files[error.global_rank])
+            # When the job took too long, no rank is to blame.
+            is_late = isinstance(error, WorkerTimedOutError) and error.exception_type == error.TIME_LIMIT
+            outcome = None if is_late else _read(files[error.global_rank])
             pyfuncitem.stash[_FAILURE] = error, outcome
             raise _exception_of(outcome, error) from None
     return True
@@ -155,13 +154,6 @@ def _read(file: IO[bytes]) -> _Outcome | None:
     except (EOFError, pickle.UnpicklingError):
         return None
     return outcome
-
-
-def _took_too_long(error: WorkerError) -> bool:
-    """Return whether the job has, so that no rank is to blame."""
-    from rankwise.errors import WorkerTimedOutError
-
-    return isinstance(error, WorkerTimedOutError) and error.exception_type == error.TIME_LIMIT
 
 
 def _exception_of(outcome: _Outcome | None, error: BaseException) -> Any:

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from rankwise.doctor import Report, machine
-from rankwise.doctor.examination import JobFacts, describe_measurements, describe_ranks, examine
-from rankwise.doctor.machine import examine_network
+from rankwise.doctor import Report, examination
+from rankwise.doctor.examination import describe_measurements, describe_ranks, examine, examine_network
 from rankwise.environments import network
 from rankwise.environments.detect import environment_names
 from rankwise.ranks import rank_zero_only
@@ -146,7 +145,7 @@ def rank(number: int, torch_version: str = "2.13.0") -> dict[str, Any]:
 
 def test_different_versions() -> None:
     """Ranks that differ in a version are grouped by it."""
-    endpoint = JobFacts("gloo", (rank(0), rank(1, "2.6.0"), rank(2)), ())
+    endpoint = examination.JobFacts("gloo", (rank(0), rank(1, "2.6.0"), rank(2)), ())
     [finding] = describe_ranks(endpoint, "started by hand").findings
     assert "torch: 2.13.0 on ranks 0, 2; 2.6.0 on ranks 1" in finding.what
 
@@ -155,7 +154,7 @@ def test_wrong_sums() -> None:
     """An all-reduce whose sum was wrong on any rank is wrong."""
     right = {"size": 4, "seconds": 0.001, "bytes_per_second": 4000.0, "is_right": True}
     measured = (right, {**right, "size": 4096, "bytes_per_second": 4e6, "is_right": False})
-    section = describe_measurements(JobFacts("gloo", (rank(0), rank(1)), measured))
+    section = describe_measurements(examination.JobFacts("gloo", (rank(0), rank(1)), measured))
     assert [finding.what for finding in section.findings] == ["The all-reduce of 4 KiB gave wrong sums."]
     assert section.lines[-1].split() == ["4", "KiB", "1.000", "ms", "3.81", "MiB/s"]
 
@@ -176,9 +175,9 @@ def test_start_methods_that_fail(
         fix = "unset IT." if method == "forkserver" else ""
         return {"works": method in working, "seconds": timeout_s, "problem": f"{method} failed.", "fix": fix}
 
-    monkeypatch.setattr(machine, "_result_of", result_of)
+    monkeypatch.setattr(examination, "_result_of", result_of)
     said: list[str] = []
-    section = machine.examine_start_methods(1.5, said.append)
+    section = examination.examine_start_methods(1.5, said.append)
     assert said[0] == "starting two processes by 'popen' (at most 1.5 s)"
     found = {finding.what: finding.fix for finding in section.findings}
     assert len(found) == 4 - len(working)

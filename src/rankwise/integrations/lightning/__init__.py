@@ -14,8 +14,7 @@ except ImportError as error:
         package="lightning", extra="lightning", purpose="Lightning on processes of rankwise"
     ) from None
 
-from rankwise.integrations.lightning.fabric import RankwiseFabricStrategy
-from rankwise.integrations.lightning.names import register_strategies
+from rankwise.integrations.lightning.fabric import RankwiseFabricStrategy, register_strategies
 from rankwise.integrations.lightning.pytorch import RankwiseStrategy
 
 register_strategies(RankwiseStrategy, RankwiseFabricStrategy)

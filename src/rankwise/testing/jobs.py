@@ -1,29 +1,215 @@
-"""What every strategy must do on each rank of a job: the rules of `check_strategy`."""
+"""Jobs for tests: `run_distributed`, and the contracts of strategies and launchers, checked in jobs."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
 import warnings
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.checkpoint import TorchCheckpointIO
-from rankwise.errors import CheckpointError, InvalidArgumentError, UnknownNameError
-from rankwise.strategies import DDPStrategy, Strategy
-from rankwise.testing.contract import Contract, expect, expect_equal, expect_error
+from rankwise.checks import check_callable, check_choice, check_is_a, check_minimum, check_value
+from rankwise.errors import (
+    CheckpointError,
+    InvalidArgumentError,
+    UnknownNameError,
+    WorkerError,
+    WorkerRaisedError,
+)
+from rankwise.strategies import DDPElasticStrategy, DDPStrategy, Strategy
+from rankwise.testing.contracts import Contract, expect, expect_equal, expect_error
+
+T = TypeVar("T")
+S = TypeVar("S", bound=Strategy)
+
+START_METHODS = ("fork", "spawn", "forkserver")
+"""The start methods that run a function of the calling process."""
 
 _STEPS = 10
 _ROWS = 4  # of a global batch, for each rank
+_SETTLE_S = 0.3
+
+
+def run_distributed(
+    function: Callable[..., T],
+    *args: Any,
+    world_size: int = 2,
+    timeout: float = 60.0,
+    start_method: str = "fork",
+    accelerator: str = "cpu",
+) -> list[T]:
+    """Run `function(strategy, *args)` on every rank of a new job; return all values in rank order.
+
+    The ranks have a process group: collectives of `torch.distributed` and of the strategy work. No process is
+    left when the call returns or raises.
+
+    Args:
+        function: the function to run. With `"fork"` it may be a lambda or a closure.
+        args: its further arguments.
+        world_size: the number of ranks, all on this node.
+        timeout: seconds for the whole job. When they are over, the ranks write their stacks to stderr and are
+            killed.
+        start_method: `"fork"` (ranks begin with what this process has imported), `"spawn"` or
+            `"forkserver"`.
+        accelerator: `"cpu"` or `"cuda"`; CUDA needs `"spawn"` or `"forkserver"` if this process uses it.
+
+    Raises:
+        WorkerError: the first rank's failure. Its text has the tracebacks of all ranks: how they failed, or
+            where they were when they were stopped.
+        WorkerTimedOutError: when the job took longer than `timeout`.
+        InvalidArgumentError, InvalidTypeError: for impossible arguments.
+    """
+    check_callable("function", function)
+    return run_on(new_strategy(world_size, timeout, start_method, accelerator), function, *args)
+
+
+def new_strategy(
+    world_size: int, timeout: float, start_method: str = "fork", accelerator: str = "cpu"
+) -> DDPStrategy:
+    """Return a strategy with so many ranks on this node, also under a launcher such as srun."""
+    check_is_a("world_size", world_size, int)
+    check_minimum("world_size", world_size, 1)
+    check_choice("start_method", start_method, START_METHODS)
+    strategy = DDPStrategy(
+        accelerator=accelerator, devices=world_size, start_method=start_method, cluster_environment="local"
+    )
+    return within(timeout, strategy)
+
+
+def within(timeout: float, strategy: S) -> S:
+    """Return such a strategy whose launches may take so many seconds; torch's agent keeps no limit."""
+    check_is_a("timeout", timeout, (int, float), "a number of seconds")
+    check_value("timeout", timeout, timeout > 0, "more than 0 seconds")
+    changes = {} if isinstance(strategy, DDPElasticStrategy) else {"time_limit": timeout}
+    return strategy.with_(**changes)
+
+
+def run_on(strategy: Strategy, function: Callable[..., T], *args: Any) -> list[T]:
+    """Launch a function; return the local ranks' values in rank order. A failure shows all tracebacks."""
+    try:
+        strategy.launch(function, *args)
+    except WorkerError as error:
+        error.shows_others = True
+        raise
+    return [strategy.results[rank] for rank in sorted(strategy.results)]
+
+
+def check_strategy(
+    strategy: Strategy, *, exact: bool = True, tolerance: float = 1e-6, timeout: float = 120.0
+) -> None:
+    """Check that a strategy does what the rest of rankwise relies on; it needs a few launches.
+
+    Runs on: the main process; in a script whose strategy runs it again, every rank calls this.
+
+    Args:
+        strategy: with the devices to check it on, two or more where it can have them. It stays as it is.
+        exact: whether training must give the weights of one process on the same global batches. Otherwise all
+            ranks must only end with the same weights.
+        tolerance: the largest difference between these weights.
+        timeout: seconds for each launch, unless torch's elastic agent starts the ranks.
+
+    Raises:
+        ContractError: with a line for each rule that the strategy breaks.
+        WorkerError: when a rank does not get through, with the tracebacks of all ranks.
+        InvalidArgumentError, InvalidTypeError: for impossible arguments.
+    """
+    check_is_a("strategy", strategy, Strategy)
+    contract = Contract()
+    with contract.rule("with_() returns another strategy of its class, not bound, and changes nothing"):
+        before = dict(vars(strategy))
+        derived = strategy.with_(timeout=7)
+        expect_equal((type(derived), derived.is_bound, derived.timeout.seconds), (type(strategy), False, 7))
+        expect(derived is not strategy, "it is the same one")
+        expect_equal(vars(strategy), before)
+    with tempfile.TemporaryDirectory() as folder:
+        limit = tolerance if exact else None
+        for problems in run_on(within(timeout, strategy), problems_on_rank, folder, limit):
+            contract.problems += problems
+    _check_next_launch(contract, within(timeout, strategy))
+    contract.check(strategy)
+
+
+def _check_next_launch(contract: Contract, strategy: Strategy) -> None:
+    """Check a second launch; where ranks are processes of their own, one of them fails."""
+    ranks = strategy.bind()
+    last = ranks.global_rank + ranks.local_world_size - 1
+    if strategy.runs_in_caller:
+        with contract.rule("the next launch works too"):
+            expect(strategy.global_rank in run_on(strategy, _rank), "the values are not the ranks'")
+        return
+    with contract.rule("the failure of a rank is raised, by its number and with its traceback"):
+        with expect_error(WorkerRaisedError, f"global_rank={last}", "in _fail_on"):
+            run_on(strategy, _fail_on, last)
+        expect_equal(strategy.results, {})
+
+
+def _rank(strategy: Strategy) -> int:
+    return strategy.global_rank
+
+
+def _fail_on(strategy: Strategy, rank: int) -> NoReturn:
+    if strategy.global_rank == rank:
+        raise ValueError("a failure for the test")
+    strategy.barrier()
+    raise AssertionError("the barrier has returned without a rank")
+
+
+def check_launcher(strategy: Strategy, *, timeout: float = 60.0) -> None:
+    """Check that a launcher runs a function once as each local rank, and reports the rank that fails.
+
+    `check_strategy` also checks what the ranks do together.
+
+    Args:
+        strategy: one that uses the launcher, with two ranks or more. It stays as it is.
+        timeout: seconds for each launch.
+
+    Raises:
+        ContractError: with a line for each rule that the launcher breaks.
+        InvalidArgumentError, InvalidTypeError: for impossible arguments.
+    """
+    check_is_a("strategy", strategy, Strategy)
+    contract = Contract()
+    launched = within(timeout, strategy)
+    ranks = launched.bind()
+    expected = list(range(ranks.global_rank, ranks.global_rank + ranks.local_world_size))
+    shared = torch.zeros(ranks.world_size)
+    with contract.rule("a function runs once as each rank; its values are returned by global rank"):
+        values = run_on(launched, _facts_on_rank, shared)
+        expect_equal(sorted(launched.results), expected)
+        expect_equal([rank for rank, *_ in values], expected)
+        expect_equal([variable for _, variable, *_ in values], [str(rank) for rank in expected])
+    if not launched.runs_in_caller:
+        with contract.rule("each rank is a process of its own"):
+            pids = {os.getpid(), *(launched.results[rank][2] for rank in launched.results)}
+            expect_equal(len(pids), len(expected) + 1)
+        with contract.rule("each rank has memory of its own: a tensor is copied, not shared"):
+            expect_equal([launched.results[rank][3] for rank in launched.results], [1.0] * len(expected))
+            expect_equal(float(shared.sum()), 0.0)
+        texts = f"global_rank={expected[-1]}", "in _fail_alone"
+        sentence = "a rank that raises is a WorkerError with its number and its traceback"
+        with contract.rule(sentence, WorkerError, *texts):
+            run_on(within(timeout, strategy), _fail_alone, expected[-1])
+    contract.check(strategy)
+
+
+def _facts_on_rank(strategy: Strategy, memory: torch.Tensor) -> tuple[int, str, int, float]:
+    memory[strategy.global_rank] += 1
+    time.sleep(_SETTLE_S)  # so that a rank that shares the memory has written to it
+    return strategy.global_rank, os.environ["RANK"], os.getpid(), float(memory.sum())
+
+
+def _fail_alone(strategy: Strategy, rank: int) -> None:
+    expect(strategy.global_rank != rank, "a failure for the test")
 
 
 def problems_on_rank(strategy: Strategy, folder: str, tolerance: float | None) -> list[str]:
-    """Return the rules that a strategy breaks on this rank. Collective.
-
-    `folder` is for checkpoints. With a tolerance of None training need not give the weights of one process.
-    """
+    """Return the rules that a strategy breaks on this rank; without a tolerance weights are not compared."""
     warnings.simplefilter("default")  # a warning that one rank raises would leave the others waiting
     contract = Contract()
     for check in (_places, _reductions, _gathers, _agreements, _wrapping, _state, _accumulation, _batches):
@@ -217,9 +403,8 @@ def _checkpoints(contract: Contract, strategy: Strategy, folder: str) -> None:
         strategy.barrier()
         expect_equal((read["rank"], read["tensor"].tolist()), (0, [0, 1, 2]))
     if isinstance(strategy.checkpoint_io, TorchCheckpointIO):
-        with (
-            contract.rule("a checkpoint that rank 0 cannot write is an error on every rank"),
-            expect_error(CheckpointError),
+        with contract.rule(
+            "a checkpoint that rank 0 cannot write is an error on every rank", CheckpointError
         ):
             strategy.save_checkpoint({}, f"{path}/below/it")
 

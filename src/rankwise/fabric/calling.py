@@ -1,10 +1,10 @@
-"""Launching a Fabric: what each rank runs, and the method `run` of subclasses."""
+"""Call what a user gives a Fabric: the launched function, the method `run` of subclasses, callbacks."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from rankwise.checks import check_callable, check_value
@@ -56,3 +56,24 @@ def check_function(function: Any) -> None:
     parameters = inspect.signature(function).parameters
     expected = "a function that takes the Fabric as its first argument"
     check_value("function", function, parameters, expected, error=InvalidTypeError)
+
+
+def call_callbacks(callbacks: Iterable[object], hook_name: str, *args: Any, **kwargs: Any) -> None:
+    """Call a method of each callback that has it, with those of the keyword arguments that it takes."""
+    for callback in callbacks:
+        hook = getattr(callback, hook_name, None)
+        if hook is None:
+            continue
+        check_callable(f"{type(callback).__name__}.{hook_name}", hook, "a method")
+        hook(*args, **_taken(hook, kwargs))
+
+
+def _taken(hook: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments that a method takes."""
+    try:
+        parameters = inspect.signature(hook).parameters
+    except (TypeError, ValueError):  # written in C
+        return kwargs
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return kwargs
+    return {name: value for name, value in kwargs.items() if name in parameters}
