@@ -11,9 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rankwise.failures.exchange import FailureExchange, StatusReport, publish_failure
+from rankwise.failures.exchange import FailureExchange, StatusReport, own_status, publish_failure, reply_key
 from rankwise.monitoring.heartbeat import NO_FILE, heartbeat_written_to, report_phase
-from rankwise.monitoring.rank_monitor import RankMonitor, own_status, reply_key
+from rankwise.monitoring.rank_monitor import RankMonitor
 from rankwise.process_group.step_agreement import StopAgreement
 from rankwise.ranks import RankInfo
 from rankwise.stores.rendezvous import RankIdentity, run_rendezvous, write_identity

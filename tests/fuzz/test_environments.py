@@ -21,7 +21,7 @@ from rankwise.launchers.worker_main import attach
 from rankwise.process_group.group import check_interface
 from rankwise.ranks import RankInfo, set_rank_zero_only
 from rankwise.start import CONTEXT_VARIABLE, JOB_KEY
-from rankwise.stores.restart import current_restart
+from rankwise.stores.rendezvous import current_restart
 from rankwise.stores.sealed import job_key_of_environment
 from rankwise.strategies import DDPStrategy
 from tests.fuzz.inputs import Fuzzing, damaged_json, text_from

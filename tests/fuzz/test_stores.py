@@ -11,19 +11,18 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from rankwise.failures.exchange import FailureExchange, StatusReport, resolve_cause
+from rankwise.failures.exchange import FailureExchange, StatusReport, report_key, resolve_cause
 from rankwise.failures.record import FailureRecord, first_cause
 from rankwise.launchers.elastic import _Job
 from rankwise.launchers.worker_main import JobSpec
 from rankwise.monitoring.heartbeat import HeartbeatReader, MonitoredRank
-from rankwise.monitoring.rank_monitor import ChannelMonitor, report_key
+from rankwise.monitoring.rank_monitor import ChannelMonitor
 from rankwise.monitoring.stragglers import LocalStragglerMonitor, StragglerMonitor, TeardownTimeout
-from rankwise.process_group.rank_zero import _DONE, _wait_for_outcome
+from rankwise.process_group.lone_calls import _DONE, _wait_for_outcome
 from rankwise.processes.exit_codes import exit_code_of
 from rankwise.processes.memory_file import Descriptor, create_memory_file
 from rankwise.ranks import RankInfo
-from rankwise.stores.rendezvous import RankIdentity, RemoteFailure, run_rendezvous
-from rankwise.stores.restart import agree_on_restart
+from rankwise.stores.rendezvous import RankIdentity, RemoteFailure, agree_on_restart, run_rendezvous
 from rankwise.stores.values import read_value
 from tests.fuzz.inputs import Fuzzing, damaged, damaged_json
 

@@ -35,8 +35,8 @@ from rankwise.loggers.base import finalize_all
 from rankwise.loggers.names import created_loggers
 from rankwise.loggers.values import numbers
 from rankwise.precision import configured_optimizers
-from rankwise.process_group.after_failure import collectives_refused_after_failure
 from rankwise.process_group.collectives import Reduction
+from rankwise.process_group.lone_calls import collectives_refused_after_failure
 from rankwise.registry import bound_strategy
 from rankwise.seed import given_seed, seed_everything
 from rankwise.strategies import AutoStrategy, SingleDeviceStrategy, Strategy

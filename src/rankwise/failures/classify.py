@@ -38,7 +38,6 @@ _TIMEOUTS = {
 
 E = TypeVar("E", bound=BaseException)
 _MARK = "_rankwise_propagated"
-
 _handled_before: ContextVar[BaseException | None] = ContextVar("handled_before", default=None)
 
 
@@ -69,13 +68,10 @@ def make_printable(error: BaseException) -> None:
     for link in chain_of(error):
         if text_of(link) is NO_TEXT:
             kind = type(link)
-            names = {"__str__": _no_text, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+            names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
             with suppress(TypeError):  # a class that allows no subclass
-                object.__setattr__(link, "__class__", type(kind.__name__, (kind,), names))
-
-
-def _no_text(_: object) -> str:
-    return NO_TEXT
+                printable = type(kind.__name__, (kind,), {"__str__": lambda _: NO_TEXT, **names})
+                object.__setattr__(link, "__class__", printable)
 
 
 def is_timeout(error: BaseException) -> bool:

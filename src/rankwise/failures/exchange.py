@@ -1,8 +1,9 @@
-"""Exchange failures through the job's store where no supervisor sees all ranks, as on several nodes."""
+"""Exchange failures and status through the store of a job of which no supervisor sees all ranks."""
 
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import json
 import logging
 import threading
@@ -18,17 +19,10 @@ import torch.distributed as dist
 from rankwise.errors import NodesLostError, PeerAuthenticationError, ProcessGroupError, text_of
 from rankwise.failures.classify import is_of_user_code
 from rankwise.failures.record import FailureRecord
-from rankwise.monitoring.heartbeat import failure_time_of
-from rankwise.monitoring.rank_monitor import (
-    STATUS,
-    PollingMonitor,
-    collector_key,
-    own_status,
-    reply_key,
-    report_key,
-    send_message,
-)
+from rankwise.monitoring.heartbeat import FailureTime, failure_time_of, own_heartbeat
+from rankwise.monitoring.rank_monitor import PollingMonitor, RankMonitor, send_message
 from rankwise.monitoring.stacks import write_flight_record
+from rankwise.processes.exit_codes import write_stderr
 from rankwise.ranks import RankInfo
 from rankwise.stores.rendezvous import FAILURE, RankIdentity, RemoteFailure, read_key
 from rankwise.stores.sealed import job_key_of_environment
@@ -39,63 +33,86 @@ from rankwise.stores.waiting import OUT_OF_REACH, call_store, poll_until, wait_f
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_Reply = tuple[bool, str] | None
-"""Whether a rank waits for others, and where it is; see `own_status`. None where it has not replied."""
+_Reply = tuple[bool, str] | None  # what `own_status` has; None where a rank has not replied
 
 _KIND = "failure"
+_STATUS = "status"  # the kind of a status query; one with a reason is for stacks too
+_STDERR = 2
 _DONE_COUNT, _ALL_DONE = "done", b"all are done"
-# How long the rank that failed first has to publish that, once other ranks fail in consequence.
-_PUBLISH_TIMEOUT = timedelta(seconds=0.7)
+_PUBLISH_TIMEOUT = timedelta(seconds=0.7)  # for the rank that failed first, once others fail in consequence
 # How long a few requests to the store may take together; and how much longer one for each rank.
 _REQUESTS_S, _REQUEST_OF_A_RANK_S = 1.5, 0.001
-# How long the rank that collects the replies to a status query has before each rank reads them itself.
-_COLLECT_S = 0.5
-# How long the host of the store keeps it, so that the other ranks can read what has failed.
-_READ_TIMEOUT = timedelta(seconds=1)
-# How long a rank that is done waits for ranks of other nodes.
-_LONGEST_WAIT = timedelta(minutes=10)
-# A slow resolver delays a connection to a TCPStore by 5 s.
-_CONNECT_TIMEOUT = timedelta(seconds=12)
-# How long a process has to leave a job before the store that it hosts is dropped.
-_LEAVE_S = 1.0
+_COLLECT_S = 0.5  # for the rank that collects the replies to a status query; then each rank reads them itself
+_READ_TIMEOUT = timedelta(seconds=1)  # for the other ranks to read what has failed, before the store ends
+_LONGEST_WAIT = timedelta(minutes=10)  # of a rank that is done, for ranks of other nodes
+_CONNECT_TIMEOUT = timedelta(seconds=12)  # a slow resolver delays a connection to a TCPStore by 5 s
+_LEAVE_S = 1.0  # for a process to leave a job before the store that it hosts is dropped
+
+
+def own_status(own: RankIdentity, gave_up: FailureTime | None = None) -> str:
+    """Return as JSON whether this rank waits for others, or `gave_up` to do so, and a line with its phase."""
+    heartbeat = own_heartbeat() if gave_up is None else gave_up.heartbeat
+    waits = gave_up is not None or (heartbeat is not None and heartbeat.waits)
+    return json.dumps([waits, f"{own} is there" if heartbeat is None else heartbeat.status_of(str(own))])
+
+
+def reply_to_status_queries(monitor: RankMonitor, own: RankIdentity, *, shows_stacks: bool) -> None:
+    """Reply to the first status query of the job.
+
+    With `shows_stacks` this rank also writes its stacks to stderr where the query has a reason.
+    """
+
+    def reply(reason: str) -> None:
+        # A rank whose own wait has timed out has left its reply already.
+        monitor.set_once(reply_key(own.global_rank), own_status(own))
+        if shows_stacks and reason:
+            write_stderr(f"rankwise: {reason}; stacks of {own}:\n")
+            faulthandler.dump_traceback(_STDERR, all_threads=True)
+
+    monitor.subscribe(_STATUS, reply)
+
+
+def reply_key(rank: int) -> str:
+    """Return the key of a rank's reply."""
+    return f"status/{rank}"
+
+
+def collector_key(reason: str) -> str:
+    """Return the key of the rank that collects the replies to the queries with a reason: the first to ask."""
+    return f"status of {reason!r}/collector"
+
+
+def report_key(reason: str) -> str:
+    """Return the key of the replies that were collected, by global rank."""
+    return f"status of {reason!r}/replies"
 
 
 @final
 class StatusReport(NamedTuple):
-    """The replies of the ranks to a status query.
+    """The replies of the ranks to a status query."""
 
-    Attributes:
-        missing: the global ranks that the others wait for: they do not wait themselves, or do not reply.
-        last_seen: where each other rank is, in a line.
-        lost: the ranks that do not reply.
-    """
-
-    missing: tuple[int, ...]
-    last_seen: tuple[str, ...]
-    lost: tuple[RankIdentity, ...]
+    missing: tuple[int, ...]  # the global ranks that the others wait for: they do not wait, or do not reply
+    last_seen: tuple[str, ...]  # where each other rank is, in a line
+    lost: tuple[RankIdentity, ...]  # the ranks that do not reply
 
 
 @final
 @dataclass(eq=False)
 class FailureExchange:
-    """Publish why this rank ends, and find out why another one ended; `identities` are by global rank."""
+    """Publish why this rank ends, and find out why another one ended."""
 
     store: dist.Store
-    identities: Sequence[RankIdentity]
+    identities: Sequence[RankIdentity]  # by global rank
     own: RankIdentity
     began_s: float = field(default_factory=time.monotonic, init=False)
     _received: bytes | None = field(default=None, init=False)
 
     def subscribe(self, monitor: PollingMonitor, on_failure: Callable[[bytes], None]) -> None:
-        """Call `on_failure` in the monitor's thread with the first failure's record, be it this rank's own.
-
-        It is kept too: the store may be gone when this rank asks for it.
-        """
+        """Call `on_failure` in the monitor's thread with the first failure's record, also this rank's own."""
 
         def receive(_: str) -> None:
-            record = published_failure(monitor.thread_store)
-            if record is not None:
-                self._received = record
+            if (record := published_failure(monitor.thread_store)) is not None:
+                self._received = record  # the store may be gone when this rank asks for it
                 on_failure(record)
                 monitor.set_once(read_key(self.own.global_rank), "1")
 
@@ -113,12 +130,8 @@ class FailureExchange:
     def wait_for_other_ranks(self, timeout: timedelta = _LONGEST_WAIT) -> None:
         """Wait until all ranks are done, so that a failure on one node fails the job on all.
 
-        The wait also ends when the others are still running after `timeout`, or when the store is gone.
-
-        Raises:
-            RemoteFailure: when a rank has failed; `resolve_cause` turns it into that failure.
-            NodesLostError: when ranks do not reply after `timeout`.
-            PeerAuthenticationError: when no rank has written what the store has as a failure.
+        The wait also ends when the others still run after `timeout`, or when the store is gone. Raises
+        `RemoteFailure` when a rank has failed; `resolve_cause` turns that into the failure.
         """
         outcome = b""
 
@@ -153,7 +166,7 @@ class FailureExchange:
         """
         if self._received is not None:
             return self._received
-        limit_s = _REQUESTS_S + 2 * self._each_rank_s
+        limit_s = _REQUESTS_S + 2 * len(self.identities) * _REQUEST_OF_A_RANK_S
         try:
             found = _call_checked(lambda: self._record_or_report(error, is_timeout), limit_s)
         except PeerAuthenticationError as forged:
@@ -180,7 +193,7 @@ class FailureExchange:
         own = str(self.own.global_rank)
         collects = self.store.compare_set(collector_key(reason), "", own) == own.encode()
         if collects:
-            send_message(self.store, range(len(self.identities)), STATUS, reason)
+            send_message(self.store, range(len(self.identities)), _STATUS, reason)
         if wait_for_keys(self.store, [FAILURE], _PUBLISH_TIMEOUT):
             return bytes(self.store.get(FAILURE))
         replies = [] if collects else self._collected(report_key(reason))
@@ -191,7 +204,8 @@ class FailureExchange:
 
     def _collected(self, key: str) -> list[_Reply]:
         """Return the replies of all ranks that the collector has published; nothing without them."""
-        if wait_for_keys(self.store, [key], timedelta(seconds=_COLLECT_S + self._each_rank_s)):
+        limit_s = _COLLECT_S + len(self.identities) * _REQUEST_OF_A_RANK_S
+        if wait_for_keys(self.store, [key], timedelta(seconds=limit_s)):
             with suppress(ProcessGroupError):  # damaged
                 replies = read_value(self.store, key, list[_Reply])
                 return replies if len(replies) == len(self.identities) else []
@@ -216,11 +230,6 @@ class FailureExchange:
                 last_seen.append(line)
                 missing += [] if waits else [each.global_rank]
         return StatusReport(tuple(missing), tuple(last_seen), tuple(lost))
-
-    @property
-    def _each_rank_s(self) -> float:
-        """How long a request for each rank may take."""
-        return len(self.identities) * _REQUEST_OF_A_RANK_S
 
 
 def _call_checked(request: Callable[[], T], limit_s: float) -> list[T]:
@@ -316,16 +325,11 @@ def _as_local(cause: bytes, ranks: RankInfo, *others: FailureRecord) -> tuple[Ba
 @final
 @dataclass(eq=False)
 class CrossNodeFailures:
-    """Publish the failures of this node's ranks that the ranks could not publish themselves.
+    """Publish failures of this node's ranks that were killed, called `os._exit`, or met no other node."""
 
-    The ranks were killed, called `os._exit`, or failed in any way before they had met the other nodes.
-    `endpoint` is None for a job on one node, which publishes nothing; `ranks` are those of this node's first
-    process; `job` is the number of the job, as in the worker contexts.
-    """
-
-    endpoint: RendezvousEndpoint | None
-    ranks: RankInfo
-    job: int = 1
+    endpoint: RendezvousEndpoint | None  # None for a job on one node, which publishes nothing
+    ranks: RankInfo  # of this node's first process
+    job: int = 1  # its number, as in the worker contexts
     _thread: threading.Thread | None = field(default=None, init=False)
 
     def publish(self, record: FailureRecord) -> None:
@@ -350,7 +354,11 @@ class CrossNodeFailures:
             self._thread.join(_CONNECT_TIMEOUT.total_seconds())
         if (endpoint := self.endpoint) is not None and endpoint.hosts:
             with suppress(*OUT_OF_REACH):
-                self._wait_until_read(endpoint)
+                store = self._store(endpoint)
+                if (record := published_failure(store)) is not None:
+                    nodes = {self.ranks.node_rank, FailureRecord.from_json(record).node_rank}
+                    ranks, size = range(self.ranks.world_size), self.ranks.local_world_size
+                    _wait_until_read(store, [rank for rank in ranks if rank // size not in nodes])
 
     def forget_store_soon(self, is_in_job: Callable[[], bool]) -> None:
         """Drop the store where this process hosts it and is still in its job then; a wait in it ends so.
@@ -370,14 +378,6 @@ class CrossNodeFailures:
         timer = threading.Timer(_LEAVE_S, forget)
         timer.daemon = True
         timer.start()
-
-    def _wait_until_read(self, endpoint: RendezvousEndpoint) -> None:
-        store = self._store(endpoint)
-        if (record := published_failure(store)) is not None:
-            nodes = {self.ranks.node_rank, FailureRecord.from_json(record).node_rank}
-            everyone = range(self.ranks.world_size)
-            size = self.ranks.local_world_size
-            _wait_until_read(store, [rank for rank in everyone if rank // size not in nodes])
 
     def _store(self, endpoint: RendezvousEndpoint) -> dist.Store:
         address = endpoint.address

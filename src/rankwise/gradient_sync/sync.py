@@ -55,8 +55,8 @@ from rankwise.gradient_sync.weights import (
     missing_gradient_error,
     weighted,
 )
-from rankwise.process_group.after_failure import is_after_failure
 from rankwise.process_group.collectives import has_other_ranks
+from rankwise.process_group.lone_calls import is_after_failure
 from rankwise.process_group.objects import gather_object
 
 _OF_A_JOB = ("_states", "_averaging", "_modules", "_counting", "_unit", "in_hooks", "sync", "tracking")

@@ -120,7 +120,7 @@ class WorkerContext:
         Raises:
             RendezvousTimeoutError: when its host, or the ranks of this start, cannot be reached in time.
         """
-        from rankwise.stores.restart import find_restart
+        from rankwise.stores.rendezvous import find_restart
         from rankwise.stores.tcp import open_store
 
         ask = None if self.channel is None else self.channel.ask_store
@@ -173,8 +173,8 @@ class WorkerContext:
 
         `identities` has all ranks by global rank, or none where they have not met through the job's store.
         """
-        from rankwise.failures.exchange import FailureExchange
-        from rankwise.monitoring.rank_monitor import PollingMonitor, reply_to_status_queries
+        from rankwise.failures.exchange import FailureExchange, reply_to_status_queries
+        from rankwise.monitoring.rank_monitor import PollingMonitor
         from rankwise.monitoring.stragglers import StragglerMonitor
 
         if len(identities) < 2 or not isinstance(monitor := self._open_monitor(timeout), PollingMonitor):

@@ -29,7 +29,7 @@ from rankwise.processes.memory_file import Descriptor, owned_descriptor, pack
 from rankwise.processes.parent_death import ParentDeathPipe, end_with_writer
 from rankwise.processes.signals import INTERRUPT_NOTICE, ROUTER, SignalRequest, exit_statuses_kept, stopped_by
 from rankwise.ranks import RankInfo
-from rankwise.stores.restart import RestartInfo, note_restart
+from rankwise.stores.rendezvous import RestartInfo, note_restart
 from rankwise.torch_internals import ELASTIC, check_torch
 
 if TYPE_CHECKING:

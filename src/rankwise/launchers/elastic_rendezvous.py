@@ -33,7 +33,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from rankwise.errors import PeerAuthenticationError, ProcessGroupError
-from rankwise.stores.restart import RestartInfo
+from rankwise.stores.rendezvous import RestartInfo
 from rankwise.stores.sealed import NamedPrefixStore, job_key_of_environment, seal
 from rankwise.stores.tcp import host_store, open_another
 from rankwise.stores.values import read_value

@@ -15,7 +15,7 @@ from rankwise.monitoring.heartbeat import NO_FILE, heartbeat_written_to
 from rankwise.monitoring.stacks import stacks_on_signal
 from rankwise.processes import parent_death
 from rankwise.ranks import RankInfo
-from rankwise.stores.restart import find_restart
+from rankwise.stores.rendezvous import find_restart
 from rankwise.stores.tcp import open_store
 
 _ANSWER = timedelta(seconds=60)

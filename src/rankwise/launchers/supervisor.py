@@ -17,8 +17,7 @@ from functools import partial
 from typing import final
 
 from rankwise.errors import WorkerError, WorkerExitedError
-from rankwise.failures.collector import FailureCollector
-from rankwise.failures.record import FailureRecord
+from rankwise.failures.record import FailureCollector, FailureRecord
 from rankwise.launchers.channel import REQUEST_ID_SIZE, FrameReader, Kind, frame, signal_in
 from rankwise.monitoring.heartbeat import HeartbeatReader, MonitoredRank
 from rankwise.monitoring.stacks import STACKS_SIGNAL, dump_stacks

@@ -15,7 +15,7 @@ from rankwise.compatibility.names import SUBMODULES as _MODULES
 from rankwise.lightning._modules import add_missing_modules, add_submodules, missing_name
 
 if TYPE_CHECKING:
-    from rankwise.lightning.callbacks import Callback
+    from rankwise.callbacks.base import Callback
     from rankwise.lightning.core import LightningDataModule, LightningModule
     from rankwise.lightning.trainer import Trainer
     from rankwise.lightning.utilities import seed_everything

@@ -19,29 +19,18 @@ from rankwise.ranks import RankInfo
 
 # The step (-1 for none), the time on the node's monotonic clock, whether it waits for others, the phase.
 _RECORD = struct.Struct("=qd?47s")
-# The phases of a training step, in order.
-OPTIMIZER = "optimizer"
-"""The phase of an optimizer step."""
-
-_ORDER = ("data loading", "forward", "backward", OPTIMIZER)
+OPTIMIZER = "optimizer"  # the phase of an optimizer step
+_ORDER = ("data loading", "forward", "backward", OPTIMIZER)  # the phases of a training step
 # After the record, as another thread writes the first one: whether a thread writes checkpoints, and whether
 # this one does in a hook after a failure.
-_SAVING = struct.Struct("=?")
-_SAVING_AT, _SAVING_IN_HOOK_AT = _RECORD.size, _RECORD.size + _SAVING.size
-_CONTENTS = _SAVING_IN_HOOK_AT + _SAVING.size  # bytes
+_SAVING_AT, _SAVING_IN_HOOK_AT = _RECORD.size, _RECORD.size + 1
+_CONTENTS = _RECORD.size + 2  # bytes
+NO_FILE = -1  # in place of a descriptor: no other process reads the page, only `own_heartbeat`
+TEARDOWN = "teardown"  # the phase of a rank that has done its work and cleans up
+LEAVING = "leaving"  # of a process that was started for one job and exits: its threads and exit hooks end
 
-NO_FILE = -1
-"""In place of a descriptor: no other process reads the page, only `own_heartbeat`."""
-
-TEARDOWN = "teardown"
-"""The phase of a rank that has done its work and cleans up."""
-
-LEAVING = "leaving"
-"""The phase of a process that was started for one job and exits: its threads and exit hooks end."""
-
+# Called with the step and the phase that this rank begins; for tests, which let it fail there.
 on_phase: Callable[[int, str], None] | None = None
-"""Called with the step and the phase that this rank begins; for tests, which let it fail there."""
-
 _page: mmap.mmap | None = None
 _current: tuple[int, bool, str] = (-1, False, "")
 
@@ -74,10 +63,7 @@ def heartbeat_written_to(descriptor: int | None) -> Iterator[None]:
 
 
 def report_phase(phase: str, *, step: int | None = None, waits: bool = False) -> None:
-    """Write this rank's phase into its heartbeat, if it has one; the step is by default the last one.
-
-    `waits` is whether this phase ends only when other ranks come.
-    """
+    """Write this rank's phase and step (None: as before), if it has a heartbeat; `waits`: for other ranks."""
     global _current
     if _page is None:
         return
@@ -91,7 +77,7 @@ def report_phase(phase: str, *, step: int | None = None, waits: bool = False) ->
 def report_saving(is_saving: bool) -> None:
     """Report whether a thread of this rank writes checkpoints; the supervisor waits for it."""
     if _page is not None:
-        _SAVING.pack_into(_page, _SAVING_AT, is_saving)
+        _page[_SAVING_AT] = is_saving
 
 
 @contextmanager
@@ -101,12 +87,11 @@ def saving_in_hook_reported() -> Iterator[None]:
     if page is None:
         yield
         return
-    (before,) = _SAVING.unpack_from(page, _SAVING_IN_HOOK_AT)
-    _SAVING.pack_into(page, _SAVING_IN_HOOK_AT, True)
+    before, page[_SAVING_IN_HOOK_AT] = page[_SAVING_IN_HOOK_AT], True
     try:
         yield
     finally:
-        _SAVING.pack_into(page, _SAVING_IN_HOOK_AT, before)
+        page[_SAVING_IN_HOOK_AT] = before
 
 
 @contextmanager
@@ -197,7 +182,7 @@ class HeartbeatReader:
 
     def is_saving(self) -> bool:
         """Return whether a thread of the rank writes checkpoints, or a hook after a failure."""
-        return any(_SAVING.unpack_from(self._page, at)[0] for at in (_SAVING_AT, _SAVING_IN_HOOK_AT))
+        return bool(self._page[_SAVING_AT] or self._page[_SAVING_IN_HOOK_AT])
 
 
 def _read(page: mmap.mmap) -> Heartbeat:
@@ -207,13 +192,10 @@ def _read(page: mmap.mmap) -> Heartbeat:
 
 @dataclass(eq=False)
 class MonitoredRank:
-    """A local rank: its process, its heartbeat, and whether it still runs.
-
-    The process is None for the rank that runs in the supervising process.
-    """
+    """A local rank: its process, its heartbeat, and whether it still runs."""
 
     ranks: RankInfo
-    process: StartedProcess | None
+    process: StartedProcess | None  # None for the rank that runs in the supervising process
     heartbeat: HeartbeatReader
     has_started: bool = field(default=False, init=False)
     has_ended: bool = field(default=False, init=False)
@@ -232,9 +214,6 @@ class MonitoredRank:
         return heartbeat.status_of(name, now_s)
 
 
-_TIME_MARK = "_rankwise_failure_time"
-
-
 class FailureTime(NamedTuple):
     """When a rank failed, on the node's monotonic clock, and its heartbeat then; None where it has none."""
 
@@ -244,7 +223,6 @@ class FailureTime(NamedTuple):
 
 def failure_time_of(error: BaseException) -> FailureTime:
     """Return when this function was first called with an exception."""
-    failed: FailureTime | None = vars(error).get(_TIME_MARK)
-    if failed is None:
-        failed = vars(error)[_TIME_MARK] = FailureTime(time.monotonic(), own_heartbeat())
+    now = FailureTime(time.monotonic(), own_heartbeat())
+    failed: FailureTime = vars(error).setdefault("_rankwise_failure_time", now)
     return failed

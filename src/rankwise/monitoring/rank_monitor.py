@@ -7,8 +7,6 @@ It does not wait there: see `poll_until`.
 
 from __future__ import annotations
 
-import faulthandler
-import json
 import math
 import threading
 import time
@@ -19,29 +17,21 @@ from typing import final
 import torch.distributed as dist
 
 from rankwise.errors import RankwiseError
-from rankwise.monitoring.heartbeat import FailureTime, own_heartbeat
-from rankwise.processes.exit_codes import write_stderr
 from rankwise.stores.private import pack_fields
-from rankwise.stores.rendezvous import RankIdentity
 
 # A store answers some ten thousand requests a second: each rank of a large job polls less often.
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _PAUSE_PER_RANK_S = 0.05, 0.25, 0.00025
 _CLOSE_S = 1.0
-STATUS = "status"  # the kind of a status query; one with a reason is for stacks too
-_STDERR = 2
 
+# Sends a request to the private store; the callback gets the reply, or None where none will come.
 Post = Callable[[bytes, Callable[[bytes | None], None]], object]
-"""Send a request to the private store; the callback gets the reply, or None where none will come."""
 
 
 def send_message(store: dist.Store, ranks: Iterable[int], kind: str, text: str = "") -> None:
-    """Put a message into the mailboxes of some ranks, unless the same message is there already.
-
-    `compare_set` finds the next free number, so a sender that is killed leaves no gap.
-    """
+    """Put a message into the mailboxes of some ranks, unless the same message is there already."""
     message = f"{kind}:{text}".encode()
     for rank in ranks:
-        number = 1
+        number = 1  # of the next free key: a sender that is killed leaves no gap
         while store.compare_set(message_key(rank, number), "", message.decode()) != message:
             number += 1
 
@@ -68,10 +58,7 @@ class RankMonitor(ABC):
         self._has_started = False
 
     def subscribe(self, kind: str, on_message: Callable[[str], None]) -> None:
-        """Call `on_message` in the monitor's thread with the text of each message of a kind.
-
-        If a message has arrived already, the last one is delivered at once, in the calling thread.
-        """
+        """Call `on_message` for each message of a kind, in the monitor's thread; here for one that came."""
         with self._lock:
             self._subscribers[kind] = on_message
             text = self._undelivered.pop(kind, None)
@@ -90,13 +77,8 @@ class RankMonitor(ABC):
 
     def close(self) -> None:
         """Deliver nothing more; idempotent."""
-        self._close()
         with self._lock:
             self._subscribers.clear()  # they may refer to this monitor, and so to its store, in a cycle
-
-    @abstractmethod
-    def _close(self) -> None:
-        """Stop reading the mailbox."""
 
     @abstractmethod
     def _start(self) -> None:
@@ -124,17 +106,13 @@ class RankMonitor(ABC):
 
 @final
 class PollingMonitor(RankMonitor):
-    """Read the mailbox, and run a timer, in a thread with its own client of the store.
-
-    `world_size` ranks poll the same store. `open_store` is called in the thread and opens another client of
-    the store, as calls to one client wait for each other.
-    """
+    """Read the mailbox, and run a timer, in a thread with its own client of the store."""
 
     def __init__(
         self, rank: int, world_size: int, store: dist.Store, open_store: Callable[[], dist.Store]
     ) -> None:
         super().__init__(rank, store)
-        self._open_store = open_store
+        self._open_store = open_store  # opens another client, as calls to one wait for each other
         self._pause_s = min(max(_SHORTEST_PAUSE_S, world_size * _PAUSE_PER_RANK_S), _LONGEST_PAUSE_S)
         self._due_s, self._interval_s = math.inf, math.inf
         self._action: Callable[[dist.Store], object] = lambda store: None
@@ -156,11 +134,12 @@ class PollingMonitor(RankMonitor):
     def set_once(self, key: str, value: str) -> None:
         self.thread_store.compare_set(key, "", value)
 
-    def _close(self) -> None:
+    def close(self) -> None:
         """End the thread; abandon it where the store does not answer."""
         self._is_closed.set()
         if self._has_started:
             self._thread.join(_CLOSE_S)
+        super().close()
 
     def _start(self) -> None:
         self._thread.start()
@@ -183,25 +162,23 @@ class PollingMonitor(RankMonitor):
 
 @final
 class ChannelMonitor(RankMonitor):
-    """Read the mailbox in the private store by requests whose replies the channel's thread delivers.
-
-    `prefix` is what `store` puts before its keys; `post` sends a request over the channel.
-    """
+    """Read the mailbox in the private store by requests whose replies the channel's thread delivers."""
 
     def __init__(self, rank: int, store: dist.Store, prefix: str, post: Post) -> None:
         super().__init__(rank, store)
-        self._prefix = prefix
-        self._post = post
+        self._prefix = prefix  # which `store` puts before its keys
+        self._post = post  # over the channel
         self._is_closed = False
 
     def set_once(self, key: str, value: str) -> None:
         self._request(lambda reply: None, "compare_set", key, "", value)
 
-    def _close(self) -> None:
+    def close(self) -> None:
         """Let a last message end the request that waits for one."""
         if self._has_started:
             self._is_closed = True
             self.set_once(self._next_key, "closed")
+        super().close()
 
     def _start(self) -> None:
         self._request(self._on_message, "get", self._next_key)
@@ -218,44 +195,3 @@ class ChannelMonitor(RankMonitor):
     ) -> None:
         fields = (operation, f"{self._prefix}/{key}", *values)
         self._post(pack_fields(field.encode() for field in fields), on_reply)
-
-
-def own_status(own: RankIdentity, gave_up: FailureTime | None = None) -> str:
-    """Return this rank's reply: whether it waits for other ranks, and a line with its phase, as JSON.
-
-    `gave_up` is when a wait of this rank for others timed out, if one did.
-    """
-    heartbeat = own_heartbeat() if gave_up is None else gave_up.heartbeat
-    waits = gave_up is not None or (heartbeat is not None and heartbeat.waits)
-    return json.dumps([waits, f"{own} is there" if heartbeat is None else heartbeat.status_of(str(own))])
-
-
-def reply_to_status_queries(monitor: RankMonitor, own: RankIdentity, *, shows_stacks: bool) -> None:
-    """Reply to the first status query of the job.
-
-    With `shows_stacks` this rank also writes its stacks to stderr where the query has a reason.
-    """
-
-    def reply(reason: str) -> None:
-        # A rank whose own wait has timed out has left its reply already.
-        monitor.set_once(reply_key(own.global_rank), own_status(own))
-        if shows_stacks and reason:
-            write_stderr(f"rankwise: {reason}; stacks of {own}:\n")
-            faulthandler.dump_traceback(_STDERR, all_threads=True)
-
-    monitor.subscribe(STATUS, reply)
-
-
-def reply_key(rank: int) -> str:
-    """Return the key of a rank's reply."""
-    return f"status/{rank}"
-
-
-def collector_key(reason: str) -> str:
-    """Return the key of the rank that collects the replies to the queries with a reason: the first to ask."""
-    return f"status of {reason!r}/collector"
-
-
-def report_key(reason: str) -> str:
-    """Return the key of the replies that were collected, by global rank."""
-    return f"status of {reason!r}/replies"

@@ -18,9 +18,7 @@ from rankwise.monitoring.heartbeat import MonitoredRank
 from rankwise.processes.exit_codes import write_stderr
 from rankwise.processes.started_process import is_suspended
 
-STACKS_SIGNAL = signal.SIGUSR2
-"""What a user sends to a process for its stacks."""
-
+STACKS_SIGNAL = signal.SIGUSR2  # what a user sends to a process for its stacks
 # What the supervisor sends to a rank: another one, as SIGUSR2 may be the user's own there.
 _FROM_SUPERVISOR = getattr(signal, "SIGRTMAX", STACKS_SIGNAL)
 _STDERR = 2
@@ -33,10 +31,7 @@ _PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 @contextmanager
 def stacks_on_signal() -> Iterator[None]:
-    """Write this process's stacks to stderr on SIGUSR2 in the block, also while it is in a C call.
-
-    Nothing changes outside the main thread, or where the signal has a handler already.
-    """
+    """Write this process's stacks to stderr on SIGUSR2 in the block, unless the signal has a handler."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(STACKS_SIGNAL) is not signal.SIG_DFL:
         yield
@@ -84,15 +79,11 @@ def _wait_for_stacks(pid: int, handle: int) -> bool:
     latest = time.monotonic() + _DELIVERY_S
     is_pending = True
     while is_pending and time.monotonic() < latest:
-        is_pending = _is_signal_pending(pid)
+        # On a busy machine a running process may not have been given the signal yet.
+        is_pending = _has_signal(pid, "ShdPnd", or_else=False) and not is_suspended(pid)
         if wait([handle], _WRITING_S):
             return True
     return False
-
-
-def _is_signal_pending(pid: int) -> bool:
-    """Return whether a running process has not been given the signal yet, as on a busy machine."""
-    return _has_signal(pid, "ShdPnd", or_else=False) and not is_suspended(pid)
 
 
 def _has_signal(pid: int, mask: str, *, or_else: bool) -> bool:

@@ -8,7 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import final
+from dataclasses import dataclass, field
+from typing import ClassVar, final
 
 import torch.distributed as dist
 
@@ -18,40 +19,33 @@ from rankwise.processes.exit_codes import write_stderr
 from rankwise.stores.rendezvous import RankIdentity
 from rankwise.stores.values import decoded
 
-# How many times the ranks are looked at in the time after which one is reported, or that a teardown takes,
-# or a job.
-_LOOKS, _TEARDOWN_LOOKS, _LIMIT_LOOKS = 4, 8, 20
+_LOOKS = 4  # how many times the ranks are looked at in the time after which one is reported
 _SHORTEST_S, _LONGEST_S = 0.05, 86400.0
-# What a process has at least to exit: to end threads, run exit hooks and take down the interpreter.
-LEAST_TO_LEAVE_S = 30.0
+LEAST_TO_LEAVE_S = 30.0  # for a process to end threads, run exit hooks and take down the interpreter
 
 
 class _Reporter:
-    """Write a line about each rank that is in a phase for `warn_after_s` while others wait for it.
+    """Write a line about each rank that is in a phase for `warn_after_s` while others wait for it."""
 
-    The line is repeated as often; `interval_s` is how often to look at the ranks.
-    """
-
+    warn_after_s: float  # also how often the line is repeated
+    _reported: dict[int, float]  # when, by rank
     _most_named = 8  # of the ranks that wait
 
-    def __init__(self, warn_after_s: float) -> None:
-        self.interval_s = min(max(warn_after_s / _LOOKS, _SHORTEST_S), _LONGEST_S)
-        self._warn_after_s = warn_after_s
-        self._reported: dict[int, float] = {}
+    @property
+    def interval_s(self) -> float:
+        """How often to look at the ranks."""
+        return min(max(self.warn_after_s / _LOOKS, _SHORTEST_S), _LONGEST_S)
 
     def _report_stragglers(
         self, statuses: Mapping[int, tuple[Heartbeat, str]], supervised: Mapping[int, Heartbeat]
     ) -> None:
-        """Report stragglers; their supervisor reports the ones that `supervised` ranks wait for.
-
-        `statuses` are heartbeats and status lines by global rank.
-        """
+        """Report stragglers by their status lines, but for those that `supervised` ranks wait for."""
         heartbeats = [heartbeat for heartbeat, _ in statuses.values()]
         stragglers = {
             rank: line
             for rank, (heartbeat, line) in statuses.items()
             if not heartbeat.waits
-            and heartbeat.seconds_ago() > self._warn_after_s
+            and heartbeat.seconds_ago() > self.warn_after_s
             and _is_waited_for(heartbeat, heartbeats)
         }
         others = [line for rank, (_, line) in statuses.items() if rank not in stragglers]
@@ -63,7 +57,7 @@ class _Reporter:
     def _report(self, rank: int, text: str) -> None:
         """Write a text about a rank, if the last one is long enough ago."""
         now_s = time.monotonic()
-        if now_s - self._reported.get(rank, -self._warn_after_s) >= self._warn_after_s:
+        if now_s - self._reported.get(rank, -self.warn_after_s) >= self.warn_after_s:
             self._reported[rank] = now_s
             write_stderr(f"rankwise: {text}\n")
 
@@ -73,15 +67,15 @@ def _is_waited_for(heartbeat: Heartbeat, others: Iterable[Heartbeat]) -> bool:
 
 
 @final
+@dataclass(eq=False)
 class LocalStragglerMonitor(_Reporter):
-    """Report stragglers among the ranks of one supervisor, whose list of workers grows."""
+    """Report stragglers among the ranks of one supervisor."""
 
+    workers: Sequence[MonitoredRank]  # the supervisor's list, which grows
+    warn_after_s: float
     _most_named = sys.maxsize  # the ranks of one node are few
-
-    def __init__(self, workers: Sequence[MonitoredRank], warn_after_s: float) -> None:
-        super().__init__(warn_after_s)
-        self._workers = workers
-        self._exit_since_s: float | None = None
+    _reported: dict[int, float] = field(default_factory=dict, init=False)
+    _exit_since_s: float | None = field(default=None, init=False)
 
     def expect_exit(self) -> None:
         """Report processes that have not exited, from now on: the work is done, the main process waits."""
@@ -90,11 +84,11 @@ class LocalStragglerMonitor(_Reporter):
 
     def look(self) -> None:
         """Report."""
-        running = [each for each in self._workers if not each.has_ended]
+        running = [each for each in self.workers if not each.has_ended]
         if self._exit_since_s is None:
             statuses = {each.ranks.global_rank: (each.heartbeat.read(), each.status()) for each in running}
             self._report_stragglers(statuses, {})
-        elif time.monotonic() - self._exit_since_s >= self._warn_after_s:
+        elif time.monotonic() - self._exit_since_s >= self.warn_after_s:
             for each in running:
                 if each.process is not None:
                     text = f"{each.status()}. The main process waits for it to leave."
@@ -102,29 +96,17 @@ class LocalStragglerMonitor(_Reporter):
 
 
 @final
+@dataclass(eq=False)
 class StragglerMonitor(_Reporter):
-    """Report stragglers where no supervisor sees all ranks.
+    """Report stragglers where no supervisor sees all ranks: each writes its heartbeat, rank zero reports."""
 
-    Each rank writes its heartbeat into the store at intervals; rank zero reads and reports.
-
-    `identities` has all ranks, by global rank. With `is_supervised` a supervisor reports the
-    stragglers of this node for which other ranks of it wait.
-    """
-
-    def __init__(
-        self,
-        identities: Sequence[RankIdentity],
-        own: RankIdentity,
-        warn_after_s: float,
-        *,
-        is_supervised: bool = False,
-    ) -> None:
-        super().__init__(warn_after_s)
-        self._identities = identities
-        self._own = own
-        self._is_supervised = is_supervised
-        self._looks = 0
-        self._seen: dict[RankIdentity, tuple[bytes, float]] = {}
+    identities: Sequence[RankIdentity]  # by global rank
+    own: RankIdentity
+    warn_after_s: float
+    is_supervised: bool = False  # by who reports stragglers of this node that its other ranks wait for
+    _reported: dict[int, float] = field(default_factory=dict, init=False)
+    _looks: int = field(default=0, init=False)
+    _seen: dict[RankIdentity, tuple[bytes, float]] = field(default_factory=dict, init=False)
 
     def look(self, store: dist.Store) -> None:
         """Write this rank's heartbeat; on rank zero, report."""
@@ -133,30 +115,23 @@ class StragglerMonitor(_Reporter):
             text = json.dumps(
                 [self._looks, heartbeat.step, heartbeat.seconds_ago(), heartbeat.waits, heartbeat.phase]
             )
-            store.set(_key(self._own), text)
-        if self._own.global_rank == 0:
-            heartbeats = self._read(store)
-            supervised = {
-                each.global_rank: heartbeat
-                for each, heartbeat in heartbeats.items()
-                if self._is_supervised and each.node_rank == self._own.node_rank
-            }
-            self._report_stragglers(
-                {each.global_rank: (beat, beat.status_of(str(each))) for each, beat in heartbeats.items()},
-                supervised,
-            )
+            store.set(_key(self.own), text)
+        if self.own.global_rank != 0:
+            return
+        heartbeats = self._read(store)
+        here = [each for each in heartbeats if self.is_supervised and each.node_rank == self.own.node_rank]
+        statuses = {each.global_rank: (beat, beat.status_of(str(each))) for each, beat in heartbeats.items()}
+        self._report_stragglers(statuses, {each.global_rank: heartbeats[each] for each in here})
 
     def _read(self, store: dist.Store) -> dict[RankIdentity, Heartbeat]:
         heartbeats = {}
-        for each in self._identities:
-            if store.check([_key(each)]):
-                text = bytes(store.get(_key(each)))
+        for each in self.identities:
+            if store.check([key := _key(each)]):
+                text = bytes(store.get(key))
                 if self._seen.get(each, (b"", 0.0))[0] != text:
                     self._seen[each] = (text, time.monotonic())
                 with suppress(ProcessGroupError):  # a damaged one is left out
-                    _, step, ago_s, waits, phase = decoded(
-                        tuple[int, int, float, bool, str], text, _key(each)
-                    )
+                    _, step, ago_s, waits, phase = decoded(tuple[int, int, float, bool, str], text, key)
                     # Each node has a clock of its own.
                     heartbeats[each] = Heartbeat(step, self._seen[each][1] - ago_s, waits, phase)
         return heartbeats
@@ -166,43 +141,52 @@ def _key(identity: RankIdentity) -> str:
     return f"heartbeat/{identity.global_rank}"
 
 
+@dataclass(eq=False)
+class _Limit:
+    """How long the local ranks may take for something. Call `look` every `interval_s`."""
+
+    workers: Sequence[MonitoredRank]  # the supervisor's list, which grows
+    limit_s: float | None  # None for no limit
+    on_timeout: Callable[
+        [MonitoredRank, Exception], None
+    ]  # called once, with a rank that waits, and the error
+    _looks: ClassVar[int]  # within the limit
+
+    @property
+    def interval_s(self) -> float:
+        """How often to look at the ranks."""
+        return math.inf if self.limit_s is None else self.limit_s / self._looks
+
+
 @final
-class TeardownTimeout:
+@dataclass(eq=False)
+class TeardownTimeout(_Limit):
     """Find a rank whose teardown takes longer than a collective may, or whose process does not exit.
 
     A rank's work before its teardown has no limit, even when the others have finished, and neither has the
-    rest of a re-run script after its jobs. `workers` is the supervisor's list, which grows. `on_timeout` is
-    called once, with a rank that waits for the one that hangs, and the error. Call `look` every `interval_s`.
+    rest of a re-run script after its jobs.
     """
 
-    def __init__(
-        self,
-        workers: Sequence[MonitoredRank],
-        timeout_s: float,
-        on_timeout: Callable[[MonitoredRank, Exception], None],
-    ) -> None:
-        self.interval_s = timeout_s / _TEARDOWN_LOOKS
-        self._workers = workers
-        self._timeout_s = timeout_s
-        self._on_timeout = on_timeout
-        self._last_look_s = time.monotonic()
-        self._has_reported = False
+    limit_s: float
+    _looks = 8
+    _last_look_s: float = field(default_factory=time.monotonic, init=False)
+    _has_reported: bool = field(default=False, init=False)
 
     def look(self) -> None:
         """Report the ranks that hang."""
         ago_s, self._last_look_s = time.monotonic() - self._last_look_s, time.monotonic()
         if ago_s > 2 * self.interval_s:
             return  # this process was suspended, and the ranks perhaps with it
-        hanging = [worker for worker in self._workers if self._hangs(worker)]
+        hanging = [worker for worker in self.workers if self._hangs(worker)]
         if hanging and not self._has_reported:
             self._has_reported = True
-            waiting = [worker for worker in self._workers if worker not in hanging]
-            error = RendezvousTimeoutError("the end of the job", self._timeout_s)
-            self._on_timeout((waiting or hanging)[0], error)
+            waiting = [worker for worker in self.workers if worker not in hanging]
+            error = RendezvousTimeoutError("the end of the job", self.limit_s)
+            self.on_timeout((waiting or hanging)[0], error)
 
     def _hangs(self, worker: MonitoredRank) -> bool:
         heartbeat = worker.heartbeat.read()
-        limits = {TEARDOWN: self._timeout_s, LEAVING: max(self._timeout_s, LEAST_TO_LEAVE_S)}
+        limits = {TEARDOWN: self.limit_s, LEAVING: max(self.limit_s, LEAST_TO_LEAVE_S)}
         limit_s = limits.get(heartbeat.phase)
         return limit_s is not None and not worker.has_ended and heartbeat.seconds_ago() > limit_s
 
@@ -212,24 +196,12 @@ class TimeLimit(Exception):
 
 
 @final
-class JobTimeLimit:
-    """Find a job that takes longer than `limit_s`; with None there is no limit.
+@dataclass(eq=False)
+class JobTimeLimit(_Limit):
+    """Find a job that takes longer than `limit_s`."""
 
-    `workers` is the supervisor's list, which grows. `on_timeout` is called once, with a rank that has not
-    ended, and the error. Call `look` every `interval_s`.
-    """
-
-    def __init__(
-        self,
-        workers: Sequence[MonitoredRank],
-        limit_s: float | None,
-        on_timeout: Callable[[MonitoredRank, Exception], None],
-    ) -> None:
-        self._since_s = math.inf
-        self.interval_s = math.inf if limit_s is None else limit_s / _LIMIT_LOOKS
-        self._workers = workers
-        self._limit_s = limit_s
-        self._on_timeout = on_timeout
+    _looks = 20
+    _since_s: float = field(default=math.inf, init=False)
 
     def begin(self) -> None:
         """Note that the job begins now."""
@@ -241,34 +213,27 @@ class JobTimeLimit:
 
     def look(self) -> None:
         """Report a job that has taken too long."""
-        left = [worker for worker in self._workers if not worker.has_ended]
-        if self._limit_s is not None and left and time.monotonic() - self._since_s > self._limit_s:
+        left = [worker for worker in self.workers if not worker.has_ended]
+        if self.limit_s is not None and left and time.monotonic() - self._since_s > self.limit_s:
             self.end()
-            self._on_timeout(
-                left[0], TimeLimit(f"{self._limit_s:g} s after the job had begun, its time limit")
-            )
+            self.on_timeout(left[0], TimeLimit(f"{self.limit_s:g} s after the job had begun, its time limit"))
 
 
 @final
+@dataclass(eq=False)
 class StopTimeout:
     """Find ranks that were asked to stop at a boundary of their loop, and do not reach one.
 
-    The limit is passed when no rank has begun another phase for longer than a collective may take. `workers`
-    is the supervisor's list, which grows. `on_timeout` is called with the signal. Call `look` several times
-    within `timeout_s`; with None there is no limit.
-
-    Attributes:
-        number: the signal for which the ranks were asked to stop; None until then.
+    The limit is passed when no rank has begun another phase for longer than a collective may take. Call
+    `look` several times within `timeout_s`.
     """
 
-    def __init__(
-        self, workers: Sequence[MonitoredRank], timeout_s: float | None, on_timeout: Callable[[int], None]
-    ) -> None:
-        self.number: int | None = None
-        self._workers = workers
-        self._timeout_s = math.inf if timeout_s is None else timeout_s
-        self._on_timeout = on_timeout
-        self._since_s = self._last_look_s = 0.0
+    workers: Sequence[MonitoredRank]  # the supervisor's list, which grows
+    timeout_s: float | None  # None for no limit
+    on_timeout: Callable[[int], None]  # called with the signal
+    number: int | None = field(default=None, init=False)  # of the signal; None until the ranks were asked
+    _since_s: float = field(default=0.0, init=False)
+    _last_look_s: float = field(default=0.0, init=False)
 
     def begin(self, number: int) -> None:
         """Note that the ranks are asked now."""
@@ -277,13 +242,15 @@ class StopTimeout:
 
     def look(self) -> None:
         """Report ranks that are stuck, once."""
+        if self.timeout_s is None:
+            return
         now_s = time.monotonic()
         ago_s, self._last_look_s = now_s - self._last_look_s, now_s
-        if ago_s > self._timeout_s:  # this process was suspended, and the ranks perhaps with it
+        if ago_s > self.timeout_s:  # this process was suspended, and the ranks perhaps with it
             self._since_s = max(self._since_s, now_s)
-        begun_s = [worker.heartbeat.read().at_s for worker in self._workers if not worker.has_ended]
+        begun_s = [worker.heartbeat.read().at_s for worker in self.workers if not worker.has_ended]
         if self.number is None or not begun_s:  # all have ended
             return
-        if now_s - max(self._since_s, *begun_s) > self._timeout_s:
+        if now_s - max(self._since_s, *begun_s) > self.timeout_s:
             self._since_s = math.inf
-            self._on_timeout(self.number)
+            self.on_timeout(self.number)

@@ -19,8 +19,8 @@ from rankwise.process_group.group import (
     join_process_group,
     process_group,
 )
+from rankwise.process_group.lone_calls import rank_zero_first
 from rankwise.process_group.objects import all_gather_object, broadcast, gather_object
-from rankwise.process_group.rank_zero import rank_zero_first
 from rankwise.stores.tcp import default_store
 
 __all__ = [

@@ -8,6 +8,7 @@ compute. Every object has such a code too, and is not unpickled without it.
 from __future__ import annotations
 
 import hmac
+import itertools
 import json
 import os
 import secrets
@@ -38,9 +39,9 @@ from rankwise.stores.sealed import (
 from rankwise.stores.values import read_value
 from rankwise.stores.waiting import OUT_OF_REACH, wait_for_keys
 
+Data = bytes | bytearray | memoryview
 _HASH = "sha256"
-# The purpose of a code, the group's ranks that send and receive it, its number.
-_HEADER = struct.Struct("!BiiQ")
+_HEADER = struct.Struct("!BiiQ")  # the purpose of a code, the ranks that send and receive it, its number
 _CONNECTION, _OBJECT = 0, 1
 _EVERYBODY = -1
 _FINE = "fine"
@@ -81,20 +82,12 @@ class GroupKey:
         """Count one more collective of objects, on every rank."""
         self._collectives += 1
 
-    def code_of(self, data: bytes | bytearray | memoryview, sender: int | None = None) -> bytes:
+    def code_of(self, data: Data, sender: int | None = None) -> bytes:
         """Return the code of an object in this collective; `sender` is its rank in the group."""
-        return self._code(
-            _OBJECT, self._rank if sender is None else sender, _EVERYBODY, self._collectives, data
-        )
+        sender = self._rank if sender is None else sender
+        return self._code(_OBJECT, sender, _EVERYBODY, self._collectives, data)
 
-    def _code(
-        self,
-        purpose: int,
-        sender: int,
-        receiver: int,
-        number: int,
-        data: bytes | bytearray | memoryview = b"",
-    ) -> bytes:
+    def _code(self, purpose: int, sender: int, receiver: int, number: int, data: Data = b"") -> bytes:
         code = hmac.new(self.secret, _HEADER.pack(purpose, sender, receiver, number), _HASH)
         code.update(data)
         return code.digest()
@@ -106,27 +99,25 @@ class _JobSettings(NamedTuple):
     timeout: timedelta
 
 
-# torch's class: `init_process_group` and `new_group` create gloo groups by its name in this module; it may
-# have none.
+# torch's class, if it has one: `init_process_group` and `new_group` create gloo groups by its name there.
 _Gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
 _lock = threading.Lock()
 _jobs: list[_JobSettings] = []
 _keys: WeakKeyDictionary[dist.ProcessGroup, GroupKey] = WeakKeyDictionary()
-# By the store of each group whose connections have been compared: its key, and the store that gloo uses. Its
-# Python object has to exist as long as gloo may use it.
+# By the store of each compared group: its key, and gloo's store, which gloo does not keep alive by itself.
 _compared: WeakKeyDictionary[dist.Store, tuple[GroupKey, dist.Store]] = WeakKeyDictionary()
 
 
 @contextmanager
-def groups_authenticated(job_key: bytes, timeout: timedelta) -> Iterator[None]:
+def groups_authenticated(job_key: bytes | None, timeout: timedelta) -> Iterator[None]:
     """Authenticate the ranks of each gloo group that is created in the block, whoever creates it.
 
-    `job_key` is a secret of the job's ranks that is not in their store; it may be empty. `timeout` is for the
-    exchange.
+    `job_key` is a secret of the job's ranks that is not in their store; it may be empty. None: the key of the
+    job that this process is in, or else of the environment. `timeout` is for the exchange.
 
-    Mutates: two names of `torch.distributed.distributed_c10d`, until the block ends.
+    Mutates two names of `torch.distributed.distributed_c10d`, until the block ends.
     """
-    settings = _JobSettings(job_key, timeout)
+    settings = _JobSettings(_settings().key if job_key is None else job_key, timeout)
     with _lock:
         _jobs.append(settings)
         if _Gloo is not None:
@@ -142,11 +133,6 @@ def groups_authenticated(job_key: bytes, timeout: timedelta) -> Iterator[None]:
                 distributed_c10d.PrefixStore = dist.PrefixStore  # type: ignore[misc]
 
 
-def current_job_key() -> bytes:
-    """Return the key of the job that this process is in; without one, the key of the environment."""
-    return _settings().key
-
-
 def _settings() -> _JobSettings:
     jobs = _jobs[-1:]  # another thread's may end meanwhile
     return jobs[0] if jobs else _JobSettings(job_key_of_environment(), timedelta(minutes=2))
@@ -157,13 +143,7 @@ class _AuthenticatedGloo:
     """Replaces torch's class of gloo groups: a group's connections are compared before anybody can use it."""
 
     def __call__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, **more: object) -> Any:
-        """Create a gloo group; compare its connections; take no further ones.
-
-        `more` are the arguments that newer versions of torch have added.
-
-        Raises:
-            ProcessGroupError: when one of `more` is set.
-        """
+        """Create a gloo group; compare its connections; take no further ones. `more` is of newer torch's."""
         if is_set := [f"{name}={value!r}" for name, value in more.items() if value]:
             raise ProcessGroupError(
                 f"torch {torch.__version__} asks for a gloo group with {', '.join(is_set)}, with which "
@@ -172,9 +152,8 @@ class _AuthenticatedGloo:
             )
         options = _Gloo._Options()
         options._timeout = timeout
-        exchange = None
-        if size > 1:
-            exchange = _Exchange(store, scope_of(store), rank, size, _settings())
+        exchange = _Exchange(store, scope_of(store), rank, size, _settings()) if size > 1 else None
+        if exchange is not None:
             exchange.meet(timeout)  # otherwise a foreign process can connect until the last rank arrives
         before = open_sockets()
         options._devices = _devices()  # they listen
@@ -212,13 +191,9 @@ def _devices() -> list[Any]:
 
 
 def key_of(group: dist.ProcessGroup | None = None) -> GroupKey:
-    """Return a group's key; authenticate the ranks first, where the group was created in no job.
+    """Return a group's key; authenticate the ranks first, where the group was created in no job. Collective.
 
-    Collective: every rank of the group must call this.
-
-    Raises:
-        PeerAuthenticationError: when another process has a rank's place.
-        RendezvousTimeoutError: when a rank is missing.
+    Raises `PeerAuthenticationError` when another process has a rank's place.
     """
     found: Any = dist.group.WORLD if group is None else group
     if found not in _keys:
@@ -248,11 +223,7 @@ def _make_key(group: dist.ProcessGroup) -> GroupKey:
 
 
 def refuse_unknown_torch() -> None:
-    """Raise where torch has just created the default group without the class above.
-
-    Raises:
-        ProcessGroupError: this version of torch creates gloo groups in another way than those before.
-    """
+    """Raise ProcessGroupError where torch has just created the default group without the class above."""
     group: Any = dist.group.WORLD
     _, store = distributed_c10d._world.pg_map[group]
     if group.size() > 1 and _gloo_of(group) and store not in _compared:
@@ -286,7 +257,7 @@ class _Exchange:
         self._name = name
         self._rank = rank
         self._size = size
-        self._codes = 0
+        self._numbers = itertools.count()  # of the codes
         self._settings = settings
         self._timeout = settings.timeout
         self._deadline = time.monotonic() + settings.timeout.total_seconds()
@@ -305,20 +276,16 @@ class _Exchange:
         self._wait_for(["nonces"], timeout)
         nonces = read_value(self._store, "nonces", list[str])
         if nonces[self._rank : self._rank + 1] != [own]:
-            raise PeerAuthenticationError(
-                "What the ranks of a new process group agreed on is of another one."
-            )
-        self.key = GroupKey(
-            group_secret(self._settings.key, self._name, self._size, nonces), self._rank, self._size
-        )
+            problem = "What the ranks of a new process group agreed on is of another one."
+            raise PeerAuthenticationError(problem)
+        secret = group_secret(self._settings.key, self._name, self._size, nonces)
+        self.key = GroupKey(secret, self._rank, self._size)
         self._store = seal(self._part, self.key.secret)
         self._deadline = time.monotonic() + self._timeout.total_seconds()
 
     def _wait_for(self, keys: list[str], timeout: timedelta) -> None:
         if not wait_for_keys(self._store, keys, timeout):
-            raise RendezvousTimeoutError(
-                waiting_for="the other ranks of a new process group", timeout_s=timeout.total_seconds()
-            )
+            raise RendezvousTimeoutError("the other ranks of a new process group", timeout.total_seconds())
 
     def connect(self, store: dist.Store, options: Any) -> Any:
         """Create the gloo group, whose ranks find each other in `store`."""
@@ -332,11 +299,9 @@ class _Exchange:
     def compare(self, gloo: Any) -> None:
         """Exchange codes with all other ranks; raise where one is wrong, here or elsewhere."""
         for _ in gloo.options._devices:  # whose connections gloo uses in turn
-            self._compare_next(gloo)
+            self._compare_next(gloo, next(self._numbers))
 
-    def _compare_next(self, gloo: Any) -> None:
-        number = self._codes
-        self._codes += 1
+    def _compare_next(self, gloo: Any, number: int) -> None:
         own = bytearray(self.key.codes_to_peers(number))
         codes = bytearray(len(own))
         sent, received = (torch.frombuffer(buffer, dtype=torch.uint8) for buffer in (own, codes))
@@ -349,7 +314,9 @@ class _Exchange:
             if time.monotonic() > self._deadline:
                 raise self._timeout_error()
         if impostors := self.key.impostors(bytes(codes), number):
-            self._raise(self._problem(impostors))
+            places = ", ".join(map(str, impostors))
+            here = f"rank {self._rank} of the {self._size} ranks of a process group"
+            self._raise(f"{here} is connected to another process in place of rank {places}.")
 
     def finish(self) -> None:
         """Wait until all ranks have found nothing wrong; raise when one has."""
@@ -384,14 +351,8 @@ class _Exchange:
         if (outcome := self._store.get("outcome").decode(errors="replace")) != _FINE:
             raise PeerAuthenticationError(outcome)
 
-    def _problem(self, impostors: list[int]) -> str:
-        places = ", ".join(map(str, impostors))
-        own = f"rank {self._rank} of the {self._size} ranks of a process group"
-        return f"{own} is connected to another process in place of rank {places}."
-
     def _timeout_error(self) -> RendezvousTimeoutError:
-        waiting_for = f"all ranks while {self._what()}"
-        return RendezvousTimeoutError(waiting_for=waiting_for, timeout_s=self._timeout.total_seconds())
+        return RendezvousTimeoutError(f"all ranks while {self._what()}", self._timeout.total_seconds())
 
     def _what(self) -> str:
         return (

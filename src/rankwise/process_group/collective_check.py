@@ -15,12 +15,11 @@ from torch.distributed import distributed_c10d
 from rankwise.errors import CollectiveMismatchError
 from rankwise.monitoring.heartbeat import blocked_in
 from rankwise.process_group.interception import Call, call_from_here, intercepted
+from rankwise.process_group.lone_calls import refuse_lone_call
 from rankwise.process_group.rank_comparison import ranks_by_value
-from rankwise.process_group.rank_zero import refuse_lone_call
 from rankwise.stores.sealed import part_of
 
-# All ranks add to one number: its upper part counts them, its lower part sums the fingerprints of their
-# calls.
+# All ranks add to one number: its upper part counts them, its lower part sums fingerprints of their calls.
 _COUNT_UNIT = 1 << 48
 _END = "the end of what was launched"
 _END_TIMEOUT = timedelta(days=7)  # a rank may work for long after its last collective
@@ -65,10 +64,7 @@ class CollectiveCheck:
         return intercepted(self._compare)
 
     def finish(self) -> None:
-        """Check that all ranks are done, so that no rank waits for another one in a collective.
-
-        Collective: every rank must call this.
-        """
+        """Check that all ranks are done, so that none waits for another one in a collective. Collective."""
         world = dist.group.WORLD
         for group in list(distributed_c10d._world.pg_names):  # torch has no public list of groups
             if group is not world and group.size() > 1:
@@ -134,21 +130,12 @@ class CollectiveCheck:
         return CollectiveMismatchError(group=str(slot), number=slot.number, calls=ranks_by_value(calls))
 
     def _missing_error(self, slot: _Slot, timeout: timedelta) -> CollectiveMismatchError:
-        here: dict[int, str] = {}
-        elsewhere: dict[int, str] = {}
+        here, elsewhere = dict[int, str](), dict[int, str]()
         for rank in slot.ranks:
-            has_called = self._store.check([f"last/{rank}"])
-            last = (
-                self._store.get(f"last/{rank}").decode(errors="replace")
-                if has_called
-                else "none no collective yet"
-            )
+            last = "none no collective yet"
+            if self._store.check([f"last/{rank}"]):
+                last = self._store.get(f"last/{rank}").decode(errors="replace")
             key, _, call = last.partition(" ")
             (here if key == slot.key else elsewhere)[rank] = call
-        return CollectiveMismatchError(
-            group=str(slot),
-            number=slot.number,
-            calls=ranks_by_value(here),
-            missing=ranks_by_value(elsewhere),
-            timeout_s=timeout.total_seconds(),
-        )
+        calls, missing = ranks_by_value(here), ranks_by_value(elsewhere)
+        return CollectiveMismatchError(str(slot), slot.number, calls, missing, timeout.total_seconds())

@@ -16,20 +16,12 @@ from typing import Any, TypeVar, final
 import torch
 import torch.distributed as dist
 
-from rankwise.errors import (
-    InvalidArgumentError,
-    InvalidTypeError,
-    LifecycleError,
-    ProcessGroupError,
-    TensorMismatchError,
-    UnknownNameError,
-)
+from rankwise.checks import check_name, check_value
+from rankwise.errors import InvalidTypeError, LifecycleError, ProcessGroupError, TensorMismatchError
 from rankwise.nested import map_nested
 
 T = TypeVar("T")
-Reduction = str | dist.ReduceOp | dist.ReduceOp.RedOpType | None
-"""A reduction: a name, torch's operation, or None for the sum."""
-
+Reduction = str | dist.ReduceOp | dist.ReduceOp.RedOpType | None  # None for the sum
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,  # gloo has no average: the sum is divided
@@ -38,15 +30,7 @@ _OPERATIONS = {
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
 }
-_MEANS = ("mean", "avg")
-_ORDERED = ("min", "max")
-_NAMES = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "mean",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.PRODUCT: "product",
-}
+_MEANS, _ORDERED = ("mean", "avg"), ("min", "max")
 # The dtypes that gloo sends; others are sent as bytes.
 _SENT = (
     *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.complex64, torch.complex128),
@@ -59,7 +43,6 @@ _UNCHANGED = (
     *(dt.date, dt.time, dt.timedelta),
 )
 _SIGN_BIT = -(2**63)
-_FLOAT32_BYTES = 4
 _MAX_DIMENSIONS = 64  # torch's own limit
 _HIGHEST = 2**63
 # The number of the dtype, how many bytes, how many dimensions; the dimensions.
@@ -72,9 +55,7 @@ _DTYPES = {
 }
 _NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
 
-
-ALONE: Any = object()
-"""Stands for a group of this process alone, whatever process group exists."""
+ALONE: Any = object()  # stands for a group of this process alone, whatever process group exists
 
 
 def is_distributed(group: dist.ProcessGroup | None = None) -> bool:
@@ -89,12 +70,8 @@ def has_other_ranks(group: dist.ProcessGroup | None) -> bool:
 
 def group_size_of(group: dist.ProcessGroup | None) -> int:
     """Return the number of ranks of a group; raise if this process is not a member, which torch ignores."""
-    if dist.get_rank(group) < 0:
-        raise InvalidArgumentError(
-            argument="group",
-            value=group,
-            expected=f"a group with global_rank {dist.get_rank()} in it: only its members take part",
-        )
+    expected = f"a group with global_rank {dist.get_rank()} in it: only its members take part"
+    check_value("group", group, dist.get_rank(group) >= 0, expected)
     return dist.get_world_size(group)
 
 
@@ -129,10 +106,8 @@ def _is_array(value: object) -> bool:
 def to_tensors(value: Any, device: torch.device | None = None) -> Any:
     """Return a value with its numbers and arrays as tensors on a device, by default the CPU.
 
-    Python's numbers become int64, float64, complex128 or bool. Tensors stay on their own device.
-
-    Raises:
-        InvalidTypeError: for another value that may hold numbers, in nested containers too.
+    Python's numbers become int64, float64, complex128 or bool. Tensors stay on their own device. It raises
+    `InvalidTypeError` for another value that may hold numbers, in nested containers too.
     """
     return map_nested(value, _numeric_types(), partial(_to_tensor, device=device), _unchanged)
 
@@ -170,20 +145,14 @@ def _not_numeric(value: object) -> InvalidTypeError:
     return InvalidTypeError(argument="value", value=value, expected=f"{expected} of these")
 
 
-def _operation_name(reduce_op: object) -> str:
+def _operation_name(reduce_op: Any) -> str:
     if reduce_op is None:
         return "sum"
     if isinstance(reduce_op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
-        found = [name for operation, name in _NAMES.items() if reduce_op == operation]
-        name = found[0] if found else str(getattr(reduce_op, "name", reduce_op))
-    elif isinstance(reduce_op, str):
-        name = reduce_op.lower()
-    else:
-        expected = f"one of {list(_OPERATIONS)}, or torch's ReduceOp"
-        raise InvalidTypeError(argument="reduce_op", value=reduce_op, expected=expected)
-    if name not in _OPERATIONS:
-        raise UnknownNameError(kind="reduce_op", name=str(name), known=tuple(_OPERATIONS))
-    return name
+        operation: Any = getattr(reduce_op, "op", reduce_op)
+        reduce_op = operation.name
+    expected = f"one of {list(_OPERATIONS)}, or torch's ReduceOp"
+    return check_name("reduce_op", reduce_op, tuple(_OPERATIONS), expected)
 
 
 def all_reduce(value: T, group: dist.ProcessGroup | None = None, reduce_op: Reduction = "mean") -> T:
@@ -224,7 +193,10 @@ def _reduced_like(value: Any, group: dist.ProcessGroup | None, name: str) -> Any
 
 
 def _reduced(tensor: torch.Tensor, group: dist.ProcessGroup | None, name: str) -> torch.Tensor:
-    result = tensor.detach().to(_exact_dtype(tensor.dtype), copy=True)
+    # In a dtype in which no part of a sum overflows, and that every back end supports.
+    is_real = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    real = torch.float32 if tensor.dtype.itemsize < torch.float32.itemsize else tensor.dtype
+    result = tensor.detach().to(real if is_real else torch.int64, copy=True)
     is_shifted = tensor.dtype is torch.uint64 and name in _ORDERED  # int64 has another order
     if is_shifted:
         result ^= _SIGN_BIT
@@ -240,15 +212,7 @@ def _reduced(tensor: torch.Tensor, group: dist.ProcessGroup | None, name: str) -
         result = result / size
     if is_shifted:
         result ^= _SIGN_BIT
-    is_exact = tensor.dtype.is_floating_point or tensor.dtype.is_complex or name in _ORDERED
-    return result.to(tensor.dtype) if is_exact else result
-
-
-def _exact_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return a dtype in which no part of a sum overflows, and that every back end supports."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.float32 if dtype.itemsize < _FLOAT32_BYTES else dtype
-    return torch.int64
+    return result.to(tensor.dtype) if is_real or name in _ORDERED else result
 
 
 def barrier(group: dist.ProcessGroup | None = None) -> None:
@@ -287,20 +251,15 @@ def all_gather(tensor: Any, group: dist.ProcessGroup | None = None, sync_grads: 
     tensors = to_tensors(tensor)
     if not is_distributed(group):
         return tensors
-    gather = partial(_gathered, group=group, sync_grads=sync_grads)
-    return map_nested(tensors, torch.Tensor, gather, each_place=True)  # as often on every rank
+    gather: Any = AllGatherGrad.apply if sync_grads else _gathered
+    # For each place, which is as often on every rank.
+    return map_nested(tensors, torch.Tensor, lambda each: gather(each, group), each_place=True)
 
 
-def all_gather_ddp_if_available(
-    tensor: Any, group: dist.ProcessGroup | None = None, sync_grads: bool = False
-) -> Any:
-    """Call `all_gather`, by Lightning's name."""
-    return all_gather(tensor, group, sync_grads)
+all_gather_ddp_if_available = all_gather  # Lightning's name
 
 
-def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None, sync_grads: bool) -> torch.Tensor:
-    if sync_grads:
-        return AllGatherGrad.apply(tensor, group)  # type: ignore[no-any-return,no-untyped-call]  # torch types neither
+def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     return torch.stack(_gathered_list(tensor.detach(), group_size_of(group), group))
 
 
@@ -325,7 +284,7 @@ class AllGatherGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
         ctx.group = group
-        return _gathered(tensor, group, sync_grads=False)
+        return _gathered(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -377,17 +336,11 @@ def gather_all_tensors(result: torch.Tensor, group: dist.ProcessGroup | None = N
         raise TensorMismatchError(call="gather_all_tensors()", found=tuple(map(str, descriptions)))
     if max(each.num_bytes for each in descriptions) <= _INLINE_BYTES:
         return [each.tensor().to(result.device) for each in descriptions]
-    return _gathered_large(_flat(result), [each.shape for each in descriptions], group)
-
-
-def _gathered_large(
-    own: torch.Tensor, shapes: Sequence[torch.Size], group: dist.ProcessGroup | None
-) -> list[torch.Tensor]:
-    """Gather flat tensors: pairwise where gloo would copy all of them, otherwise padded to the same size."""
-    is_pairwise = own.device.type == "cpu" and "gloo" in str(dist.get_backend(group))
+    # Pairwise where gloo would copy all tensors, otherwise padded to the same size.
+    is_pairwise = result.device.type == "cpu" and "gloo" in str(dist.get_backend(group))
     exchange = _sent_pairwise if is_pairwise else _gathered_padded
-    parts = exchange(own, [shape.numel() for shape in shapes], group)
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    parts = exchange(_flat(result), [each.shape.numel() for each in descriptions], group)
+    return [part.view(each.shape) for part, each in zip(parts, descriptions, strict=True)]
 
 
 def _sent_pairwise(
@@ -421,7 +374,6 @@ def _gathered_padded(
 def describe(value: object) -> torch.Tensor:
     """Return a message of fixed size that describes a tensor, and contains it if it is small."""
     message = torch.zeros(_HEADER_BYTES + _INLINE_BYTES, dtype=torch.uint8, device="cpu")
-    number, shape, num_bytes = 0, torch.Size(), 0
     if isinstance(value, torch.Tensor) and _is_dense(value):
         number, shape, num_bytes = _NUMBERS[value.dtype], value.shape, value.nbytes
         content = _flat(value).view(torch.uint8) if num_bytes <= _INLINE_BYTES else None
@@ -430,7 +382,7 @@ def describe(value: object) -> torch.Tensor:
         if isinstance(value, torch.Tensor):
             problem = f"a tensor that is not dense (layout {value.layout}, dtype {value.dtype})"
         content = torch.frombuffer(bytearray(problem.encode()[:_INLINE_BYTES]), dtype=torch.uint8)
-        num_bytes = len(content)
+        number, shape, num_bytes = 0, torch.Size(), len(content)
     header = torch.tensor((number, num_bytes, len(shape), *shape), device="cpu")
     message.view(torch.int64)[: len(header)] = header
     if content is not None:
@@ -447,16 +399,12 @@ def _no_message(expected: str) -> ProcessGroupError:
 
 @final
 class Description:
-    """A rank's message about the tensor that it passed to `gather_all_tensors`.
-
-    Attributes:
-        dtype: None if it passed no dense tensor.
-        num_bytes: of the tensor; of the text about it if it is not a dense tensor.
-    """
+    """A rank's message about the tensor that it passed to `gather_all_tensors`."""
 
     def __init__(self, message: torch.Tensor) -> None:
+        # `num_bytes` is the size of the tensor, or of the text about a value that is no dense tensor.
         number, self.num_bytes, ndim, *shape = message[:_HEADER_BYTES].view(torch.int64).tolist()
-        self.dtype = _DTYPES.get(number)
+        self.dtype = _DTYPES.get(number)  # None for such a value
         shape = shape[: max(0, ndim)]
         # A rank that calls another collective may send anything.
         num_bytes = math.prod(shape) * self.dtype.itemsize if self.dtype else self.num_bytes
@@ -532,12 +480,8 @@ def sync_ddp(result: T, group: dist.ProcessGroup | None = None, reduce_op: Reduc
         LifecycleError: when there is no process group.
     """
     if not is_distributed():
-        raise LifecycleError(
-            call="sync_ddp()",
-            state="no process group",
-            needed="one",
-            remedy="use sync_ddp_if_available(), or call it within a job.",
-        )
+        remedy = "use sync_ddp_if_available(), or call it within a job."
+        raise LifecycleError(call="sync_ddp()", state="no process group", needed="one", remedy=remedy)
     return all_reduce(result, group, reduce_op)
 
 

@@ -8,13 +8,12 @@ from typing import Any
 from torch.optim import Optimizer
 
 from rankwise.nested import map_tensors
-from rankwise.process_group.after_failure import refuse_after_failure
+from rankwise.process_group.lone_calls import refuse_after_failure
 from rankwise.process_group.objects import broadcast
 from rankwise.torch_internals import SHARDED, check_torch
 
 _SHARDED = "ZeroRedundancyOptimizer"
-SHARDED_MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
-"""Without this module no optimizer is sharded."""
+SHARDED_MODULE = "torch.distributed.optim.zero_redundancy_optimizer"  # without it no optimizer is sharded
 
 
 def is_sharded(optimizer: Optimizer) -> bool:
@@ -31,15 +30,11 @@ def is_distributed_optimizer(optimizer: Optimizer, *names: str) -> bool:
 def consolidate(optimizer: Any) -> None:
     """Collect the whole state of a sharded optimizer on global rank 0. Collective.
 
-    torch's own function for objects would unpickle any data that arrives.
-
-    Mutates: a function of torch's module, meanwhile.
+    Mutates a function of torch's module meanwhile: torch's own would unpickle any data that arrives.
     """
     check_torch(SHARDED)
-    refuse_after_failure(
-        f"collecting the state of {type(optimizer).__name__}, which is sharded,",
-        remedy="trainer.save_checkpoint(path, weights_only=True).",
-    )
+    call = f"collecting the state of {type(optimizer).__name__}, which is sharded,"
+    refuse_after_failure(call, remedy="trainer.save_checkpoint(path, weights_only=True).")
     name = next(kind.__module__ for kind in type(optimizer).__mro__ if kind.__name__ == _SHARDED)
     module: Any = sys.modules[name]
     plain, module._broadcast_object = module._broadcast_object, _broadcast_on_cpu

@@ -1,4 +1,4 @@
-"""Create, check and destroy the default process group, and choose its back end."""
+"""Create, check, join and destroy the default process group, and choose its back end."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import socket
 import sys
 import threading
 import time
+import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -23,33 +25,29 @@ from rankwise.checks import check_is_a, check_keywords
 from rankwise.environments import ClusterEnvironment, detect_environment
 from rankwise.environments.network import LOOPBACK, LOOPBACK_INTERFACE
 from rankwise.errors import ConfigurationError, ProcessGroupError, UnknownNameError
-from rankwise.process_group.authentication import (
-    current_job_key,
-    groups_authenticated,
-    key_of,
-    refuse_unknown_torch,
-)
-from rankwise.process_group.joining import count_joined, group_joinable
+from rankwise.process_group.authentication import groups_authenticated, key_of, refuse_unknown_torch
 from rankwise.processes.fork_safety import import_functional
-from rankwise.ranks import RankInfo
-from rankwise.stores.rendezvous import RankIdentity, exclusive_device, identity_of, run_rendezvous
-from rankwise.stores.restart import find_restart
+from rankwise.ranks import RankInfo, warn
+from rankwise.stores.rendezvous import (
+    RankIdentity,
+    exclusive_device,
+    find_restart,
+    identity_of,
+    run_rendezvous,
+)
 from rankwise.stores.sealed import NamedPrefixStore, job_key_of_environment, seal, unsealed
 from rankwise.stores.tcp import open_store, seal_default_store
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _RELEASE_S = 0.02
 _SHORTEST_NAME = 2  # torch ignores a shorter value
-# Arguments of torch's function that rankwise's own replace.
-_NOT_OPTIONS = ("init_method", "world_size", "rank", "store", "device_id")
+_NOT_OPTIONS = ("init_method", "world_size", "rank", "store", "device_id")  # others replace these of torch's
 _LIGHTNINGS_NAMES = {
     "cluster_environment": "init_process_group(environment=...).",
     "torch_distributed_backend": 'init_process_group(backend="gloo").',
 }
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
-
-# Numbers the groups that this process creates one after another, so that each has its own keys in the store.
-_group_numbers = itertools.count()
+_group_numbers = itertools.count()  # each group that this process creates has its own keys in the store
 
 
 def init_process_group(
@@ -66,10 +64,9 @@ def init_process_group(
     """Create torch's default process group of the processes that `environment` describes.
 
     An existing group is used if it has these ranks and this back end; a job's group outlives the program's
-    `destroy_process_group()`. A strategy creates its group itself;
-    this function is for programs without one. They end the group with
-    `torch.distributed.destroy_process_group()`, once no `DistributedDataParallel` object exists any more:
-    torch may abort the process at its exit otherwise.
+    `destroy_process_group()`. A strategy creates its group itself; this function is for programs without one.
+    They end the group with `torch.distributed.destroy_process_group()`, once no `DistributedDataParallel`
+    object exists any more: torch may abort the process at its exit otherwise.
 
     Collective: every rank must call this.
 
@@ -218,7 +215,7 @@ def join_process_group(
     limit = timeout if init_timeout is None else init_timeout
     identities = run_rendezvous(store, own, limit)
     on_rendezvous(identities)
-    with groups_authenticated(current_job_key(), limit):
+    with groups_authenticated(None, limit):
         with _torch_state_kept():
             dist.init_process_group(
                 backend,
@@ -344,13 +341,12 @@ def check_interface() -> None:
     if len(wanted) < _SHORTEST_NAME:
         return
     known = [name for _, name in socket.if_nameindex()]
-    if {*wanted.split(",")} <= {*known}:
-        return
-    raise ConfigurationError(
-        message=f"{_GLOO_INTERFACE}={wanted!r} names no network interface of {socket.gethostname()!r}.",
-        facts=f"it has {', '.join(known)}.",
-        remedy=f"unset {_GLOO_INTERFACE}, or name one of them, or several with commas between them.",
-    )
+    if not {*wanted.split(",")} <= {*known}:
+        raise ConfigurationError(
+            message=f"{_GLOO_INTERFACE}={wanted!r} names no network interface of {socket.gethostname()!r}.",
+            facts=f"it has {', '.join(known)}.",
+            remedy=f"unset {_GLOO_INTERFACE}, or name one of them, or several with commas between them.",
+        )
 
 
 @contextmanager
@@ -395,14 +391,149 @@ def _drop_with(group: Any) -> None:
 
 
 def _drop_backends(backends: list[Any]) -> None:
-    """Release the back ends.
-
-    Before torch 2.8 the caller holds Python's global lock while it joins the threads. One may wait for
-    that lock to release its last tensor: the threads get a moment for it.
-    """
+    """Release the back ends."""
     if torch.__version__ < "2.8":
+        # The caller holds Python's global lock while it joins the threads. One may wait for that lock to
+        # release its last tensor: the threads get a moment for it.
         time.sleep(_RELEASE_S)
     if not isinstance(threading.current_thread(), threading._DummyThread):
         backends.clear()
     else:  # possibly one of the threads that would be joined; Python waits for the new one before it exits
         threading.Thread(target=backends.clear, name="rankwise-destroy-group").start()
+
+
+# ------------------------------------------------------------------ programs that create a group in a job
+
+# Arguments of `init_process_group` that say how to create a group; this group exists already.
+_OF_RENDEZVOUS = ("backend", "init_method", "rank", "world_size", "store", "group_name", "device_id")
+
+
+@final
+@dataclass(eq=False)
+class _JobGroup:
+    """The default group of a job, and the number of programs' calls that have joined it and not left."""
+
+    num_joined: int = 0
+
+
+_lock = threading.Lock()
+_job_groups: list[_JobGroup] = []  # the last one is the innermost job's
+_plain: dict[str, Callable[..., Any]] = {}  # torch's functions by name, while others stand in for them
+
+
+@contextmanager
+def group_joinable() -> Iterator[None]:
+    """Make torch's `init_process_group` join the default group in the block, and its counterpart leave it.
+
+    Programs import these functions in any way and at any time, so their code is replaced, not their names.
+    Where that is not possible torch refuses a second group, as it does by itself.
+
+    Mutates: the two functions, until the block ends.
+    """
+    group = _JobGroup()
+    with _lock:
+        if not _job_groups:
+            _replace()
+        _job_groups.append(group)
+    try:
+        yield
+    finally:
+        with _lock:
+            _job_groups.remove(group)
+            if not _job_groups:
+                _restore()
+
+
+def count_joined() -> None:
+    """Count a call that has found the default group of this process's job, for the call that ends it."""
+    for group in _job_groups[-1:]:
+        group.num_joined += 1
+
+
+def create_or_join(*args: Any, **kwargs: Any) -> None:
+    """Do what torch's `init_process_group` does, or join the job's group if there is one."""
+    plain = _plain["init_process_group"]
+    if not dist.is_initialized():
+        plain(*args, **kwargs)
+        return
+    signature = inspect.signature(plain)
+    given = {
+        name: value
+        for name, value in signature.bind(*args, **kwargs).arguments.items()
+        if value != signature.parameters[name].default
+    }
+    _check_asked(given)
+    if unused := [name for name in given if name not in _OF_RENDEZVOUS]:
+        warn(
+            f"init_process_group() joins the job's process group, which cannot take {', '.join(unused)}. "
+            "Pass timeout= to the strategy, or leave the group to the program: "
+            "strategy.launch(function, init_process_group=False).",
+        )
+    count_joined()
+
+
+def destroy_or_leave(*args: Any, **kwargs: Any) -> None:
+    """Do what torch's `destroy_process_group` does; for the job's group that was joined only count it."""
+    plain = _plain["destroy_process_group"]
+    of = inspect.signature(plain).bind(*args, **kwargs).arguments.get("group")
+    joined = [group for group in _job_groups[-1:] if group.num_joined]
+    if not joined or not dist.is_initialized() or (of is not None and of is not dist.group.WORLD):
+        plain(*args, **kwargs)
+        return
+    joined[0].num_joined -= 1
+
+
+def _check_asked(given: dict[str, Any]) -> None:
+    """Raise unless the job's group is the one that a program asks for."""
+    backends = (dist.get_backend(), dist.get_backend_config())
+    asked = given.get("backend")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    differing = [f"backend={asked!r}"] if asked and str(asked).lower() not in backends else []
+    own = {"rank": rank, "world_size": world_size}
+    differing += [f"{name}={given[name]!r}" for name in own if given.get(name, own[name]) != own[name]]
+    if differing:
+        raise ProcessGroupError(
+            f"init_process_group({', '.join(differing)}) contradicts the process group of the job, which has "
+            f"back end {backends[0]!r}, and in which this process is rank {rank} of {world_size}.",
+            "strategy.launch(function, init_process_group=False) leaves the group to the program.",
+        )
+
+
+def _init(*args: Any, **kwargs: Any) -> None:
+    from rankwise.process_group.group import create_or_join
+
+    create_or_join(*args, **kwargs)
+
+
+def _destroy(*args: Any, **kwargs: Any) -> None:
+    from rankwise.process_group.group import destroy_or_leave
+
+    destroy_or_leave(*args, **kwargs)
+
+
+# Their code runs with torch's global names, so it imports what it needs.
+_STAND_INS = {"init_process_group": _init, "destroy_process_group": _destroy}
+
+
+def _replace() -> None:
+    for name, stand_in in _STAND_INS.items():
+        function = _innermost(name)
+        if isinstance(function, types.FunctionType) and not function.__closure__:
+            code, defaults = function.__code__, function.__defaults__
+            plain = types.FunctionType(code, function.__globals__, name, defaults)
+            plain.__kwdefaults__ = function.__kwdefaults__
+            _plain[name] = plain
+            function.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]  # for `inspect`
+            function.__code__ = stand_in.__code__
+
+
+def _restore() -> None:
+    for name in list(_plain):
+        function: Any = _innermost(name)
+        function.__code__ = _plain.pop(name).__code__
+        del function.__signature__
+
+
+def _innermost(name: str) -> Any:
+    """Return torch's function within the ones that log its calls."""
+    return inspect.unwrap(getattr(dist.distributed_c10d, name))

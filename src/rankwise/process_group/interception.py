@@ -11,7 +11,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, final
@@ -40,17 +40,10 @@ _METHODS = {name: rule for rule, names in _RULES.items() for name in names.split
 _FUNCTIONS = dict.fromkeys(("_broadcast_coalesced", "_verify_params_across_processes"), (_WHOLE, 0))
 _WRAPPERS = "torch.distributed.c10d_logger"  # around every function of torch.distributed
 _BACKWARD = ("backward", "grad")  # of torch.autograd
-# Modules between the user's call and the collective. A call from another module of rankwise is reported as
-# that module's.
+# Modules between the user's call and the collective. Any other module of rankwise is reported as the caller.
 _INNER_MODULES = (
-    "torch",
-    "contextlib",
-    "lightning_utilities",
-    "rankwise.gradient_sync",
-    "rankwise.nested",
-    "rankwise.precision",
-    "rankwise.process_group",
-    "rankwise.strategies",
+    *("torch", "contextlib", "lightning_utilities", "rankwise.gradient_sync", "rankwise.nested"),
+    *("rankwise.precision", "rankwise.process_group", "rankwise.strategies"),
 )
 _INNER_PREFIXES = tuple(f"{module}." for module in _INNER_MODULES)
 _PACKAGE = __name__.partition(".")[0]
@@ -59,31 +52,21 @@ _MOST_TENSORS = 4
 
 @final
 class Call(NamedTuple):
-    """A collective that is about to run.
-
-    Attributes:
-        name: of torch's function that was called, or of the group's method.
-        what: the collective, with its tensors, operation and root, as text.
-        where: the caller, as text.
-        identity: text that is the same on all ranks of the same collective.
-        is_users: whether the user's code calls it, also by `self.all_gather` of a module.
-    """
+    """A collective that is about to run."""
 
     group: dist.ProcessGroup
-    name: str
-    what: str
-    where: str
-    identity: str
-    is_users: bool = True
+    name: str  # of torch's function that was called, or of the group's method
+    what: str  # the collective, with its tensors, operation and root
+    where: str  # the caller
+    identity: str  # text that is the same on all ranks of the same collective
+    is_users: bool = True  # whether the user's code calls it, also by `self.all_gather` of a module
 
 
 Observer = Callable[[Call], None]
 
 # Blocks of several threads may overlap: the last one to end restores torch's methods.
 _lock = threading.Lock()
-observers: list[Observer] = []
-"""The observers of this process's collectives."""
-
+observers: list[Observer] = []  # of this process's collectives
 _undo: list[Callable[[], None]] = []
 
 
@@ -91,8 +74,7 @@ _undo: list[Callable[[], None]] = []
 def intercepted(observer: Observer) -> Iterator[None]:
     """Call `observer` before each collective of this process, in its thread; its exceptions propagate.
 
-    Mutates: methods of `torch.distributed.ProcessGroup` and two functions of `torch.distributed`, until the
-    block ends.
+    Mutates methods of `torch.distributed.ProcessGroup`, two functions of `torch.distributed` in the block.
     """
     with _lock:
         if not observers:
@@ -107,20 +89,15 @@ def intercepted(observer: Observer) -> Iterator[None]:
                 _undo.pop()()
 
 
-@contextmanager
-def own_calls_intercepted(observer: Observer, *, also_ours: bool = False) -> Iterator[None]:
-    """Call `observer` before each collective that the user's code runs in this thread; see `intercepted`.
-
-    With `also_ours`, also before each collective that rankwise runs.
-    """
+def own_calls_intercepted(observer: Observer, *, also_ours: bool = False) -> AbstractContextManager[None]:
+    """Call `observer` before each collective that the user's code, or `also_ours`, runs in this thread."""
     thread = threading.get_ident()
 
     def observe(call: Call) -> None:
         if (also_ours or call.is_users) and threading.get_ident() == thread:
             observer(call)
 
-    with intercepted(observe):
-        yield
+    return intercepted(observe)
 
 
 def _wrap_all() -> None:
@@ -182,17 +159,12 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 def _details(name: str, args: tuple[Any, ...]) -> tuple[str, bool]:
     """Return the reduction and the root, and whether there is one."""
-    details, is_rooted = [], False
-    for options in args:
-        kind = getattr(getattr(options, "reduceOp", None), "op", None)
-        if kind is not None:
-            details.append(str(kind).rpartition(".")[2].lower())
-        if name in ("broadcast", "reduce", "gather", "scatter"):
-            root = getattr(options, "rootRank", None)
-            if root is not None:
-                details.append(f"root {root}")
-                is_rooted = True
-    return ", ".join(details), is_rooted
+    kinds = [getattr(getattr(options, "reduceOp", None), "op", None) for options in args]
+    details = [str(kind).rpartition(".")[2].lower() for kind in kinds if kind is not None]
+    has_root = name in ("broadcast", "reduce", "gather", "scatter")
+    roots = [getattr(options, "rootRank", None) for options in args if has_root]
+    named = [f"root {root}" for root in roots if root is not None]
+    return ", ".join([*details, *named]), bool(named)
 
 
 def _caller(name: str, frame: FrameType | None) -> tuple[str, str, str, bool]:
@@ -212,13 +184,9 @@ def _caller(name: str, frame: FrameType | None) -> tuple[str, str, str, bool]:
         frame = frame.f_back
     if frame is None:  # in a thread of C++
         return name, "in a backward pass", "in a backward pass", False
-    at = f"{'in the backward pass ' if is_in_backward else ''}at {_file_of(frame)}"
+    filename = frame.f_code.co_filename
+    file = path_in_package(filename) or Path(filename).name  # folders of the user's differ between ranks
+    at = f"{'in the backward pass ' if is_in_backward else ''}at {file}"
     function = f" in {frame.f_code.co_name}"
     is_users = module.partition(".")[0] != _PACKAGE or frame.f_code.co_name in ("all_gather", "all_reduce")
     return name, f"{at}:{frame.f_lineno}{function}", f"{at}{function}", is_users
-
-
-def _file_of(frame: FrameType) -> str:
-    """Return a file name without its folders, which differ between ranks; in rankwise the package path."""
-    filename = frame.f_code.co_filename
-    return path_in_package(filename) or Path(filename).name

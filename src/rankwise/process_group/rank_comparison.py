@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import cache
 from itertools import groupby
@@ -14,8 +13,7 @@ from torch.nn.functional import pad
 from torch.nn.parameter import is_lazy
 
 _ORDER = "the order of the parameters"
-# Of digests:
-_WORD = 4  # bytes
+_WORD = 4  # bytes, of what a digest sums up
 _ROW = 1 << 12  # words that are summed up to one
 _CHUNK = 1 << 16  # words that are multiplied at once: as many as fit into a processor's cache
 _CHUNK_OF_DEVICE = 1 << 22  # the same on an accelerator, to limit memory
@@ -31,9 +29,9 @@ def facts_of_parameters(parameters: Mapping[str, Tensor]) -> dict[str, str]:
 
 def ranks_by_value(values: Mapping[int, str]) -> dict[str, tuple[int, ...]]:
     """Return the ranks that have each value; `values` are by rank."""
-    ranks: dict[str, list[int]] = defaultdict(list)
+    ranks: dict[str, list[int]] = {}
     for rank, value in values.items():
-        ranks[value].append(rank)
+        ranks.setdefault(value, []).append(rank)
     return {value: tuple(who) for value, who in ranks.items()}
 
 
@@ -66,10 +64,7 @@ def digest_of(tensor: Tensor) -> str:
 
 
 def joint_digest(tensors: Iterable[Tensor]) -> str:
-    """Return a digest of the bits of dense tensors, in their order.
-
-    It takes one transfer for consecutive tensors of a device, and the memory of a part of a tensor.
-    """
+    """Return a digest of the bits of dense tensors in order, by one transfer for each run of a device."""
     runs = groupby(tensors, attrgetter("device"))
     with torch.no_grad():
         return " ".join(f"{int(_sum_of(map(_words_of, run), device)) % 2**64:016x}" for device, run in runs)
@@ -123,10 +118,7 @@ def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Return whether a tensor has dense values, so that it can have a digest.
-
-    A class that dispatches operations itself, such as quantized weights, may not support the digest's
-    operations.
-    """
+    """Return whether a tensor has dense values, so that it can have a digest."""
+    # A class that dispatches operations itself, such as quantized weights, may not support the digest's.
     is_plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
     return is_plain and not is_lazy(tensor) and tensor.layout is torch.strided and not tensor.is_meta

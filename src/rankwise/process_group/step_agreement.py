@@ -26,6 +26,7 @@ import torch.distributed as dist
 from rankwise.errors import ProcessGroupError, RankMismatchError, StopAgreementError
 from rankwise.monitoring.heartbeat import blocked_in
 from rankwise.monitoring.rank_monitor import RankMonitor, send_message
+from rankwise.process_group.collectives import ranks_of
 from rankwise.process_group.rank_comparison import differences
 from rankwise.ranks import RankInfo
 from rankwise.stores.tcp import default_store
@@ -34,8 +35,7 @@ from rankwise.stores.waiting import call_store, wait_for_keys
 
 _KIND, _REASON = "stop", "stop/reason"
 _COLLECTOR, _LIMIT = "stop/collector", "stop/limit"
-# How many parts a step has at most.
-_PARTS = 1 << 24
+_PARTS = 1 << 24  # how many a step has at most
 # The answer of a rank whose loop has ended by itself: no rank stops before the end of its own loop then.
 _ENDED = 1 << 60
 _CLOSE_S = 1.0
@@ -51,18 +51,14 @@ class StopAgreement:
     so is `end_parts`, after a rank's last part; from there on the whole step counts as begun.
 
     The first rank that asked, the collector, reads all answers; the highest is the last step of all ranks.
-    So the requests of any other rank do not grow with the world.
-
-    `monitor` is None where this is the only rank; `timeout` is how long to wait for other ranks' answers.
-
-    Attributes:
-        reason: why all ranks stop, once they do; the same on every rank.
+    So the requests of any other rank do not grow with the world. It is a `StopAgreementError` if a rank does
+    not answer in time.
     """
 
     ranks: RankInfo
-    monitor: RankMonitor | None
-    timeout: timedelta
-    reason: str | None = field(default=None, init=False)
+    monitor: RankMonitor | None  # None where this is the only rank
+    timeout: timedelta  # how long to wait for other ranks' answers
+    reason: str | None = field(default=None, init=False)  # why all ranks stop, once they do; the same on all
     _begun: int = field(default=0, init=False)  # _PARTS for each step, and one more for each of its parts
     _own_reason: str | None = field(default=None, init=False)
     _is_pending: bool = field(default=False, init=False)  # a rank, this one or another, requests to stop
@@ -75,29 +71,19 @@ class StopAgreement:
             self.monitor.subscribe(_KIND, self._on_request)
 
     def close(self) -> None:
-        """Answer later requests after the loop has failed, so that no rank waits for this one.
-
-        The answer is abandoned where the store does not reply.
-        """
+        """Answer later requests after the loop has failed, so that no rank waits; not if the store hangs."""
         self._begun = _ENDED
         if self.monitor is not None and self._limit is None:
             call_store(partial(self._on_request, ""), _CLOSE_S)
 
     def request(self, reason: str) -> None:
-        """Request that all ranks stop; acted upon at this rank's next boundary.
-
-        Runs on: any thread, and signal handlers, as it sets flags and nothing else.
-        """
+        """Request that all ranks stop soon. Runs on: any thread, signal handlers, as it only sets flags."""
         if self._own_reason is None:
             self._own_reason = reason
         self._is_pending = True
 
     def begin_step(self) -> bool:
-        """Return whether the next step may begin; False on all ranks after the same step, or part of it.
-
-        Raises:
-            StopAgreementError: when a rank did not answer in time.
-        """
+        """Return whether the next step may begin; False on all ranks after the same step, or part of it."""
         return self._begin((self._begun // _PARTS + 1) * _PARTS)
 
     def begin_part(self) -> bool:
@@ -109,11 +95,7 @@ class StopAgreement:
         return self._begin(self._begun // _PARTS * _PARTS + _PARTS - 1)
 
     def finish(self) -> bool:
-        """End this rank's part, as its loop has ended; return whether all ranks have stopped there.
-
-        Raises:
-            StopAgreementError: when a rank did not answer in time.
-        """
+        """End this rank's part, as its loop has ended; return whether all ranks have stopped there."""
         self._begun = _ENDED
         if self.monitor is None:
             return False
@@ -142,23 +124,21 @@ class StopAgreement:
             self.reason = self._own_reason
             return self._begun
         if self._own_reason is not None and self._limit is None:
-            self._ask(self.monitor.store, self._own_reason)
+            store, own = self.monitor.store, str(self.ranks.global_rank)
+            store.compare_set(_REASON, "", self._own_reason)  # the first reason counts
+            if store.compare_set(_COLLECTOR, "", own) == own.encode():  # no other rank has sent a request
+                self._is_collector = True
+                send_message(store, range(self.ranks.world_size), _KIND)
         return self._agreed_limit(self.monitor)
-
-    def _ask(self, store: dist.Store, reason: str) -> None:
-        """Send the request to all ranks, unless another one has."""
-        own = str(self.ranks.global_rank)
-        store.compare_set(_REASON, "", reason)  # the first reason counts
-        if store.compare_set(_COLLECTOR, "", own) == own.encode():
-            self._is_collector = True
-            send_message(store, range(self.ranks.world_size), _KIND)
 
     def _agreed_limit(self, monitor: RankMonitor) -> int:
         store = monitor.store
         if self._limit is None:
             own = store.compare_set(_answer_key(self.ranks.global_rank), "", str(self._begun))
             if self._is_collector:
-                self._limit = self._highest_answer(store)
+                keys = [_answer_key(rank) for rank in range(self.ranks.world_size)]
+                self._wait(store, keys)
+                self._limit = max(read_value(store, key, int) for key in keys)
                 store.set(_LIMIT, str(self._limit))
             elif own == b"%d" % _ENDED:
                 self._limit = _ENDED
@@ -168,11 +148,6 @@ class StopAgreement:
             if self._limit != _ENDED:
                 self.reason = store.get(_REASON).decode(errors="replace")
         return self._limit
-
-    def _highest_answer(self, store: dist.Store) -> int:
-        keys = [_answer_key(rank) for rank in range(self.ranks.world_size)]
-        self._wait(store, keys)
-        return max(read_value(store, key, int) for key in keys)
 
     def _wait(self, store: dist.Store, keys: Sequence[str]) -> None:
         if not wait_for_keys(store, keys, self.timeout):
@@ -195,43 +170,30 @@ class ChangeAgreement:
     different sizes abort a process, and collectives of the same size mix different data. So before its next
     step it asks all ranks for their facts.
 
-    Collective: every rank must create it, and call `begin_step` equally often.
-
-    Attributes:
-        facts: returns this rank's facts by name, as of its last change; called in any thread.
-        group: the ranks that change together; None for all.
-        timeout: how long to wait for the others' answers.
-        monitor: this rank's monitor in the same job. Without one, a rank that has changed something alone
-            notices it when its wait for the others times out.
+    Collective: every rank must create it, and call `begin_step` equally often. Without a monitor, a rank that
+    has changed something alone notices it when its wait for the others times out.
     """
 
-    facts: Callable[[], Mapping[str, str]]
-    group: dist.ProcessGroup | None
-    timeout: timedelta
+    facts: Callable[[], Mapping[str, str]]  # this rank's, as of its last change; called in any thread
+    group: dist.ProcessGroup | None  # the ranks that change together; None for all
+    timeout: timedelta  # how long to wait for the others' answers
     monitor: RankMonitor | None = None
     _begun: int = field(default=0, init=False)
     _changed: int = field(default=0, init=False)  # the step of the last change
     _requested: int = field(default=0, init=False)  # the last step for which a rank wants answers
 
     def __post_init__(self) -> None:
-        world: dist.ProcessGroup | None = dist.group.WORLD
-        self._ranks = dist.get_process_group_ranks(world if self.group is None else self.group)
+        self._ranks = ranks_of(self.group)
         self._rank = dist.get_rank()
         self._store = default_store() if self.monitor is None else self.monitor.store
         scope = f"changes/{blake2b(repr(self._ranks).encode(), digest_size=8).hexdigest()}"
         series = self._store.add(f"{scope}/series of {self._rank}", 1)  # the same number on every rank
         self._name = f"{scope}/{series}"
         if self.monitor is not None:
-            # The monitor lives longer than a module and its facts.
-            on_end = partial(_unsubscribe, self.monitor, self._name)
-            self.monitor.subscribe(self._name, partial(_call, WeakMethod(self._on_request, on_end)))
+            _subscribe_weakly(self.monitor, self._name, self._on_request)
 
     def begin_step(self, has_changed: bool) -> None:
-        """Begin the next step; if any rank has changed its facts, check that all ranks have the same.
-
-        Raises:
-            RankMismatchError: if they differ, or if a rank did not answer in time.
-        """
+        """Begin the next step; raise `RankMismatchError` if a rank has changed facts, and others differ."""
         number = self._begun + 1
         if has_changed:
             self._changed = number
@@ -282,11 +244,12 @@ class ChangeAgreement:
         return f"{self._name}/{number}/{rank}"
 
 
-def _call(method: Callable[[], Callable[[str], None] | None], text: str) -> None:
-    """Call the method of a weak reference with a text, if its object still exists."""
-    if (found := method()) is not None:
-        found(text)
+def _subscribe_weakly(monitor: RankMonitor, kind: str, on_message: Callable[[str], None]) -> None:
+    """Subscribe a method while its object exists: the monitor lives longer than a module and its facts."""
+    method = WeakMethod(on_message, lambda _: monitor.unsubscribe(kind))
 
+    def receive(text: str) -> None:
+        if (found := method()) is not None:
+            found(text)
 
-def _unsubscribe(monitor: RankMonitor, kind: str, _: object) -> None:
-    monitor.unsubscribe(kind)
+    monitor.subscribe(kind, receive)

@@ -19,12 +19,8 @@ _LENGTH = struct.Struct("!I")
 
 def pack_fields(fields: Iterable[str | bytes]) -> bytes:
     """Return several texts or byte strings as one message."""
-    message = bytearray()
-    for field in fields:
-        data = field.encode() if isinstance(field, str) else field
-        message += _LENGTH.pack(len(data))
-        message += data
-    return bytes(message)
+    parts = [field.encode() if isinstance(field, str) else field for field in fields]
+    return b"".join(_LENGTH.pack(len(part)) + part for part in parts)
 
 
 def unpack_fields(data: bytes) -> list[bytes]:
@@ -55,22 +51,16 @@ class _Waiting:
 
 @final
 class StoreTable:
-    """The supervisor's table of keys; it replies at once, or when the awaited keys are set.
-
-    Each request that waits is listed under one key that is not set, so that a request does not take longer
-    where many wait.
-    """
+    """The supervisor's table of keys; it replies at once, or when the awaited keys are set."""
 
     def __init__(self) -> None:
         self._store = dist.HashStore()
         self._waiting: dict[object, _Waiting] = {}
+        # By one key that is not set: a request does not take longer where many wait.
         self._names_by_key: dict[bytes, dict[object, None]] = {}
 
     def handle(self, request: bytes, reply: Reply, name: object = None) -> None:
-        """Reply to a request of a `PrivateStore`, now or later; raise `ValueError` if it is not a request.
-
-        `name` is for `cancel`.
-        """
+        """Reply to a `PrivateStore`, now or later, or raise `ValueError`; `name` is for `cancel`."""
         operation, *fields = unpack_fields(request)
         if operation == b"wait" or (operation == b"get" and len(fields) == 1):
             name = object() if name is None else name
@@ -144,7 +134,6 @@ class PrivateStore(dist.Store):
         self._ask("set", key, value)
 
     def get(self, key: str) -> bytes:
-        """Wait until a key is set; return its value."""
         return self._ask("get", key)
 
     def add(self, key: str, value: int) -> int:
@@ -155,15 +144,12 @@ class PrivateStore(dist.Store):
         return decoded(int, total, "a sum")
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all keys are set."""
         return self._ask("check", *keys) == b"1"
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """Set a key if it has the expected value; return its value afterwards."""
         return self._ask("compare_set", key, expected_value, desired_value)
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; return whether it was set."""
         return self._ask("delete", key) == b"1"
 
     deleteKey = delete_key  # noqa: N815  the name that torch's PrefixStore calls
@@ -176,7 +162,6 @@ class PrivateStore(dist.Store):
 
     @property
     def timeout(self) -> timedelta:
-        """How long `wait` and `get` wait."""
         return self._timeout
 
     def clone(self) -> PrivateStore:

@@ -21,16 +21,11 @@ _HASH = "sha256"
 _MIN_KEY = 16  # characters
 _LENGTH_BYTES = 4
 _PURPOSE = b"values of a store"
-# Nobody but ranks of the job, or this process alone, can reach these.
-_PRIVATE = (PrivateStore, dist.HashStore)
+_PRIVATE = (PrivateStore, dist.HashStore)  # which only ranks of the job, or this process alone, can reach
 
 
 def job_key_of_environment() -> bytes:
-    """Return the key in `RANKWISE_JOB_KEY`; an empty one if that is not set.
-
-    Raises:
-        ConfigurationError: when it has less than 16 characters.
-    """
+    """Return the key in `RANKWISE_JOB_KEY`, empty if that is not set; raise if it is too short."""
     key = os.environ.get(JOB_KEY, "")
     if 0 < len(key) < _MIN_KEY:
         raise ConfigurationError(
@@ -50,8 +45,7 @@ class NamedPrefixStore(dist.PrefixStore):
 
 def scope_of(store: dist.Store) -> str:
     """Return what the keys of a named prefix store begin with; an empty text for another store."""
-    scope: str = getattr(store, "scope", "")
-    return scope
+    return str(getattr(store, "scope", ""))
 
 
 @final
@@ -68,17 +62,12 @@ class SealedStore(dist.Store):
 
     def __init__(self, store: dist.Store, key: bytes) -> None:
         super().__init__()
+        self.underlying_store = store
         self._store: Any = store  # whose stubs do not say that it takes bytes
         self.problem = ""
         self._key = key
         self._value_key = hmac.digest(key, _PURPOSE, _HASH)
         self._scope = scope_of(store)
-
-    @property
-    def underlying_store(self) -> dist.Store:
-        """The store that has the sealed values."""
-        store: dist.Store = self._store
-        return store
 
     def part(self, prefix: str) -> SealedStore:
         """Return the part of the store whose keys begin with a prefix."""
@@ -88,20 +77,12 @@ class SealedStore(dist.Store):
         self._store.set(key, self._sealed(key, value))
 
     def get(self, key: str) -> bytes:
-        """Wait until a key is set; return its value."""
         return self._opened(key, self._store.get(key))
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         """Set a key if it has the expected value, or none for an empty one; return its value afterwards."""
         expected = self._sealed(key, expected_value) if expected_value else b""
         return self._opened(key, self._store.compare_set(key, expected, self._sealed(key, desired_value)))
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
-
-    def multi_set(self, keys: list[str], values: list[bytes]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
 
     def add(self, key: str, value: int) -> int:
         return int(self._store.add(key, value))
@@ -125,7 +106,6 @@ class SealedStore(dist.Store):
 
     @property
     def timeout(self) -> timedelta:
-        """How long `wait` and `get` wait."""
         timeout: timedelta = self._store.timeout
         return timeout
 
@@ -141,9 +121,8 @@ class SealedStore(dist.Store):
         sealed = bytes(sealed)
         code, value = sealed[:CODE_BYTES], sealed[CODE_BYTES:]
         if not hmac.compare_digest(code, self._code(key, value)):
-            self.problem = (
-                f"No rank of the job has written the value of {self._scope + key!r} in the job's store."
-            )
+            name = self._scope + key
+            self.problem = f"No rank of the job has written the value of {name!r} in the job's store."
             raise PeerAuthenticationError(self.problem)
         return value
 

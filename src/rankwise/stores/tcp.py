@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple, final
 from weakref import WeakKeyDictionary
@@ -15,18 +14,16 @@ from torch.distributed import distributed_c10d
 
 from rankwise.environments.network import LOOPBACK
 from rankwise.errors import ProcessGroupError, RendezvousTimeoutError
-from rankwise.stores.private import PrivateStore
+from rankwise.stores.private import PrivateStore, Request
 from rankwise.stores.sealed import NamedPrefixStore, seal
 
 _BACKLOG = 1024
 _LIBUV_TAKES_SOCKETS = "2.8"  # the first torch whose default server takes a socket that listens already
 
-# Clients by the address that an outer launcher gave, and the stores hosted there. A later job of this process
-# uses the same address, so they stay open as long as the process lives.
-_joined: dict[tuple[str, int], dist.Store] = {}
+# By address, which a later job of this process uses again: they stay open as long as the process lives.
+_joined: dict[tuple[str, int], dist.Store] = {}  # clients of the address that an outer launcher gave
 _hosted: dict[tuple[str, int], dist.Store] = {}
-# The secrets of default process groups, by their stores.
-_secrets: WeakKeyDictionary[dist.Store, bytes] = WeakKeyDictionary()
+_secrets: WeakKeyDictionary[dist.Store, bytes] = WeakKeyDictionary()  # of default groups, by their stores
 
 
 @final
@@ -70,12 +67,11 @@ def host_store(
             "set MASTER_ADDR to an address of global_rank 0's node, and MASTER_PORT to a free port there.",
         ) from None
     host, port = listener.getsockname()[:2]
-    use_libuv = torch.__version__ >= _LIBUV_TAKES_SOCKETS
     store = dist.TCPStore(
         *(host, port, None, True, timeout),
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
-        use_libuv=use_libuv,
+        use_libuv=torch.__version__ >= _LIBUV_TAKES_SOCKETS,
     )
     return store, (host, port)
 
@@ -94,10 +90,7 @@ def _hosted_by_torch(address: tuple[str, int], timeout: timedelta) -> dist.Store
 
 
 def hosted_store(timeout: timedelta, address: tuple[str, int]) -> dist.Store:
-    """Host a TCP store at an address that other nodes know, as long as this process lives.
-
-    The next job of several nodes uses it again, and another node may start that job before this one.
-    """
+    """Host a TCP store as long as this process lives: another node may start the next job before this one."""
     if address not in _hosted:
         _hosted[address] = host_store(timeout, address)[0]
     return _hosted[address]
@@ -109,11 +102,7 @@ def hosted_here(address: tuple[str, int]) -> dist.Store:
 
 
 def open_store(
-    ask: Callable[[bytes, float], bytes] | None,
-    address: tuple[str, int] | None,
-    *,
-    hosts: bool,
-    timeout: timedelta,
+    ask: Request | None, address: tuple[str, int] | None, *, hosts: bool, timeout: timedelta
 ) -> dist.Store:
     """Return this rank's store. Keep a reference while a process group uses it: C++ keeps none.
 
@@ -133,7 +122,7 @@ def open_another(address: tuple[str, int], timeout: timedelta) -> dist.Store:
         return dist.TCPStore(*address, None, False, timeout)
     except dist.DistNetworkError as error:
         waiting_for = f"the store at {address[0]}:{address[1]} ({error})"
-        raise RendezvousTimeoutError(waiting_for=waiting_for, timeout_s=timeout.total_seconds()) from None
+        raise RendezvousTimeoutError(waiting_for, timeout.total_seconds()) from None
 
 
 def forget_store(address: tuple[str, int]) -> None:

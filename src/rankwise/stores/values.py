@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from functools import cache
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
@@ -29,12 +28,9 @@ def read_value(store: Store, key: str, kind: type[T]) -> T:
 
 
 def decoded(kind: type[T], text: bytes | str, source: str, remedy: str = _ANOTHER_JOB) -> T:
-    """Return the value in a JSON text, which is of a type; `source` says where the text comes from.
+    """Return the value in a JSON text from a source; raise `ProcessGroupError` if it is not of a type.
 
     Types are bool, int, float, str, None, dataclasses, and list, dict, tuple and unions of them.
-
-    Raises:
-        ProcessGroupError: if the text has no such value.
     """
     try:
         value: T = _checked(kind, json.loads(text))
@@ -49,12 +45,19 @@ def _checked(kind: Any, value: Any) -> Any:
     """Return a value of a JSON text as a type; raise where it is not of that type."""
     if type(value) is kind:
         return value
+    origin, kinds = get_origin(kind), get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         hints = _hints(kind)
         return kind(**{name: _checked(hints[name], each) for name, each in _of(dict, value).items()})
-    make = _MAKERS.get(get_origin(kind))
-    if make is not None:
-        return make(get_args(kind), value)
+    if origin is UnionType:
+        (kind,) = {*kinds} - {NoneType}
+        return None if value is None else _checked(kind, value)
+    if origin is dict:
+        return {_checked(kinds[0], key): _checked(kinds[1], each) for key, each in _of(dict, value).items()}
+    if origin in (list, tuple):
+        items = _of(list, value)
+        of_items = kinds[:1] * len(items) if origin is list or kinds[-1] is ... else kinds
+        return origin(_checked(of, each) for of, each in zip(of_items, items, strict=True))
     if kind is float and type(value) is int:
         return float(value)
     return _of(kind, value)
@@ -69,30 +72,3 @@ def _of(kind: type[T], value: Any) -> T:
 @cache
 def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
-
-
-def _dict(kinds: tuple[Any, ...], value: Any) -> Any:
-    return {_checked(kinds[0], key): _checked(kinds[1], each) for key, each in _of(dict, value).items()}
-
-
-def _list(kinds: tuple[Any, ...], value: Any) -> Any:
-    return [_checked(kinds[0], each) for each in _of(list, value)]
-
-
-def _tuple(kinds: tuple[Any, ...], value: Any) -> Any:
-    if kinds[-1] is ...:
-        return tuple(_list(kinds, value))
-    return tuple(_checked(kind, each) for kind, each in zip(kinds, _of(list, value), strict=True))
-
-
-def _optional(kinds: tuple[Any, ...], value: Any) -> Any:
-    (kind,) = [each for each in kinds if each is not NoneType]
-    return None if value is None else _checked(kind, value)
-
-
-_MAKERS: dict[Any, Callable[[tuple[Any, ...], Any], Any]] = {
-    dict: _dict,
-    list: _list,
-    tuple: _tuple,
-    UnionType: _optional,
-}

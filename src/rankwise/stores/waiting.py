@@ -19,10 +19,7 @@ from rankwise.time_limit import call_with_limit
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 _FOR = 1 << 32  # votes for count in the upper half, all votes in the lower
-
-OUT_OF_REACH = (RuntimeError, ValueError, KeyError, RankwiseError)
-"""Exceptions of a store that is gone, or was never there."""
-
+OUT_OF_REACH = (RuntimeError, ValueError, KeyError, RankwiseError)  # of a store that is gone, or never was
 T = TypeVar("T")
 
 
@@ -63,25 +60,18 @@ def call_store(request: Callable[[], T], limit_s: float) -> list[T]:
 
 @final
 class StoreCounter:
-    """Count, without a collective, how many ranks of a process group vote for something, again and again.
-
-    Collective: every rank must make one, and then hold the same votes. `group` is None for all ranks.
-    """
+    """Count in a store how many ranks of a group (None: all) vote for something. Collective."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
-        ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+        self._ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
         self._store = default_store()
         self._timeout = timeout
-        self._ranks = ranks
-        scope = f"votes/{ranks[0]}"
+        scope = f"votes/{self._ranks[0]}"
         series = self._store.add(f"{scope}/series of {dist.get_rank()}", 1)  # the same number on every rank
         self._prefix = f"{scope}/{series}"
 
     def count(self, number: int, *, is_for: bool) -> int:
-        """Vote, and return how many ranks voted for it.
-
-        Collective: every rank must call this.
-        """
+        """Vote, and return how many ranks voted for it. Collective: every rank must call this."""
         votes, result = self._keys(number)
         if isinstance(self._store, SealedStore):  # a stranger can change what `add` counts
             self._store.set(self._vote_key(number, dist.get_rank()), json.dumps([number, is_for]))
@@ -95,9 +85,8 @@ class StoreCounter:
         return read_value(self._store, result, int)
 
     def _read_votes(self, number: int) -> int:
-        votes = [
-            read_value(self._store, self._vote_key(number, rank), tuple[int, bool]) for rank in self._ranks
-        ]
+        keys = [self._vote_key(number, rank) for rank in self._ranks]
+        votes = [read_value(self._store, key, tuple[int, bool]) for key in keys]
         if {of for of, _ in votes} != {number}:
             raise PeerAuthenticationError("The votes of ranks in the job's store are earlier ones.")
         return sum(is_for for _, is_for in votes)

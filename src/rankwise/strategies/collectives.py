@@ -28,8 +28,7 @@ from rankwise.failures.record import FailureRecord
 from rankwise.launchers import Launcher, WorkerContext
 from rankwise.monitoring.heartbeat import report_phase, saving_in_hook_reported
 from rankwise.process_group import collectives, default_backend, objects, rank_zero_first
-from rankwise.process_group.after_failure import is_after_failure, refuse_partly_updated
-from rankwise.process_group.rank_zero import awaited_between_jobs
+from rankwise.process_group.lone_calls import awaited_between_jobs, is_after_failure, refuse_partly_updated
 from rankwise.ranks import RankInfo
 from rankwise.strategies.config import GroupConfig, PartField
 from rankwise.strategies.job import Job

@@ -27,10 +27,9 @@ from rankwise.gradient_sync.unused import explain_unused
 from rankwise.launchers.context import Entry, Launcher, WorkerContext, torchrun_variables
 from rankwise.monitoring import heartbeat
 from rankwise.process_group import gloo_on_interface, interception, process_group
-from rankwise.process_group.after_failure import collectives_refused_after_failure
 from rankwise.process_group.authentication import groups_authenticated
 from rankwise.process_group.collective_check import CollectiveCheck
-from rankwise.process_group.rank_zero import refuse_lone_call
+from rankwise.process_group.lone_calls import collectives_refused_after_failure, refuse_lone_call
 from rankwise.processes.event_loop import signals_delivered_in_thread
 from rankwise.processes.exit_codes import forked_children_exit
 from rankwise.processes.fork_safety import SET_BY_DYNAMO

@@ -36,9 +36,9 @@ from rankwise.paths import (
     join_path,
     unused_checkpoint,
 )
-from rankwise.process_group.after_failure import is_after_failure
+from rankwise.process_group.lone_calls import is_after_failure
 from rankwise.processes.signals import reraise_from_handler
-from rankwise.stores.restart import current_restart
+from rankwise.stores.rendezvous import current_restart
 from rankwise.trainer.consistency import compare_ranks
 from rankwise.trainer.hooks import own_method
 from rankwise.trainer.module import is_defined

@@ -14,7 +14,7 @@ from rankwise.checkpoint.base import restored_from
 from rankwise.errors import CheckpointError
 from rankwise.loggers import Logger
 from rankwise.nested import to_device
-from rankwise.process_group.after_failure import is_after_failure
+from rankwise.process_group.lone_calls import is_after_failure
 from rankwise.processes.returned_state import KnownToCaller, ReturnedState, StateBefore, captured
 from rankwise.ranks import warn
 from rankwise.seed import set_random_state

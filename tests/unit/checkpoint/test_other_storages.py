@@ -12,8 +12,8 @@ from rankwise.checkpoint import AsyncCheckpointIO, CheckpointIO, TorchCheckpoint
 from rankwise.errors import ConfigurationError
 from rankwise.loggers import CSVLogger
 from rankwise.profilers import SimpleProfiler
-from rankwise.stores import restart
-from rankwise.stores.restart import RestartInfo
+from rankwise.stores import rendezvous
+from rankwise.stores.rendezvous import RestartInfo
 from rankwise.trainer.checkpointing import save_stop_checkpoint
 from tests.helpers.bucket import Bucket
 from tests.unit.trainer.helpers import Line, fitted, loader
@@ -69,12 +69,12 @@ def test_a_run_and_what_continues_it(folder: Path, wrapped: Callable[[Checkpoint
 
 def test_stops_and_restarts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a signal makes a run write is in the bucket, and a restart of the job finds it there."""
-    monkeypatch.setattr(restart, "_noted", RestartInfo(0, "a job"))
+    monkeypatch.setattr(rendezvous, "_noted", RestartInfo(0, "a job"))
     saving = ModelCheckpoint(f"{RUN}/", every_n_epochs=0)
     train = fit(Bucket(folder), 1, callbacks=saving)
     save_stop_checkpoint(train.context(train.module))
     assert names(folder) == ["runs/a/last.ckpt"]
-    monkeypatch.setattr(restart, "_noted", RestartInfo(1, "a job"))
+    monkeypatch.setattr(rendezvous, "_noted", RestartInfo(1, "a job"))
     assert fit(Bucket(folder), 2, callbacks=saving).ckpt_path == f"{RUN}/last.ckpt"
 
 

@@ -9,7 +9,7 @@ from rankwise.environments import detect_environment
 from rankwise.environments.slurm import warn_of_unused_tasks
 from rankwise.errors import EnvironmentVariableError
 from rankwise.ranks import set_rank_zero_only
-from rankwise.stores import restart
+from rankwise.stores import rendezvous
 from tests.unit.environments import variables
 
 
@@ -20,12 +20,12 @@ def test_numbers_of_other_kinds(text: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("RANK", text)
     before = set_rank_zero_only(None)
     assert set_rank_zero_only(before) == 0
-    monkeypatch.setattr(restart, "_noted", None)
+    monkeypatch.setattr(rendezvous, "_noted", None)
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
-    assert restart.current_restart().number == 0
+    assert rendezvous.current_restart().number == 0
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", text)
     with pytest.raises(EnvironmentVariableError, match="TORCHELASTIC_RESTART_COUNT is not a number"):
-        restart.current_restart()
+        rendezvous.current_restart()
 
 
 def test_a_pipe_in_place_of_a_file_of_nodes(tmp_path: Path) -> None:

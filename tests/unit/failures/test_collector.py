@@ -7,8 +7,7 @@ from typing import TypeVar
 import pytest
 
 from rankwise.errors import WorkerError, WorkerKilledError, WorkerRaisedError, WorkerTimedOutError
-from rankwise.failures.collector import FailureCollector
-from rankwise.failures.record import FailureRecord
+from rankwise.failures.record import FailureCollector, FailureRecord
 from rankwise.monitoring.heartbeat import (
     TEARDOWN,
     Heartbeat,

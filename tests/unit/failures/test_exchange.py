@@ -12,7 +12,17 @@ import torch.distributed as dist
 
 from rankwise.errors import NodesLostError, PeerAuthenticationError
 from rankwise.failures import exchange
-from rankwise.failures.exchange import FailureExchange, StatusReport, publish_failure, published_failure
+from rankwise.failures.exchange import (
+    FailureExchange,
+    StatusReport,
+    collector_key,
+    own_status,
+    publish_failure,
+    published_failure,
+    reply_key,
+    reply_to_status_queries,
+    report_key,
+)
 from rankwise.monitoring.heartbeat import (
     NO_FILE,
     blocked_in,
@@ -20,15 +30,7 @@ from rankwise.monitoring.heartbeat import (
     own_heartbeat,
     report_phase,
 )
-from rankwise.monitoring.rank_monitor import (
-    PollingMonitor,
-    collector_key,
-    message_key,
-    own_status,
-    reply_key,
-    reply_to_status_queries,
-    report_key,
-)
+from rankwise.monitoring.rank_monitor import PollingMonitor, message_key
 from rankwise.stores.rendezvous import FAILURE, RankIdentity, RemoteFailure, read_key
 from rankwise.stores.sealed import SealedStore
 

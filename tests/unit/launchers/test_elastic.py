@@ -28,7 +28,7 @@ from rankwise.launchers.elastic_rendezvous import LOOPBACK_HANDLER, NODES
 from rankwise.launchers.worker_main import JobSpec
 from rankwise.processes.memory_file import owned_descriptor
 from rankwise.processes.signals import INTERRUPT_NOTICE
-from rankwise.stores.restart import RestartInfo
+from rankwise.stores.rendezvous import RestartInfo
 from tests.helpers.own_process import signal_handled
 from tests.unit.launchers.supervised import LOST_PEER
 

@@ -11,7 +11,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from rankwise.errors import ProcessGroupError
 from rankwise.launchers.elastic_rendezvous import NODES, NodesRendezvous
-from rankwise.stores.restart import RestartInfo
+from rankwise.stores.rendezvous import RestartInfo
 from tests.helpers.ports import free_port
 
 MADE = "made by a rank of the start before"

@@ -28,7 +28,7 @@ from rankwise.process_group import (
     sync_ddp_if_available,
 )
 from rankwise.process_group.collectives import Description, describe
-from rankwise.process_group.rank_zero import refuse_lone_call
+from rankwise.process_group.lone_calls import refuse_lone_call
 from rankwise.ranks import RankInfo
 from tests.helpers.refusals import refused
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from rankwise.errors import ProcessGroupError, RendezvousTimeoutError
 from rankwise.ranks import RankInfo
-from rankwise.stores.restart import RestartInfo, agree_on_restart
+from rankwise.stores.rendezvous import RestartInfo, agree_on_restart
 
 LONG, SHORT = timedelta(seconds=20), timedelta(milliseconds=200)
 

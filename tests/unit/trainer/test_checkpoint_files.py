@@ -14,8 +14,8 @@ from rankwise.callbacks import EarlyStopping, ModelCheckpoint
 from rankwise.checkpoint import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.loggers import CSVLogger
-from rankwise.stores import restart
-from rankwise.stores.restart import RestartInfo
+from rankwise.stores import rendezvous
+from rankwise.stores.rendezvous import RestartInfo
 from rankwise.trainer import Trainer
 from rankwise.trainer.checkpointing import newest_first, save_stop_checkpoint
 from tests.unit.trainer.helpers import Line, fitted, loader, saved, trainer
@@ -211,12 +211,12 @@ def test_another_runs_last(
 @pytest.fixture(autouse=True)
 def first_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set the job's id, which checkpoints hold."""
-    monkeypatch.setattr(restart, "_noted", RestartInfo(0, JOB))
+    monkeypatch.setattr(rendezvous, "_noted", RestartInfo(0, JOB))
 
 
 def restarted(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> str:
     """Fit as after a restart, and return the path of the checkpoint from which it continued."""
-    monkeypatch.setattr(restart, "_noted", RestartInfo(1, JOB))
+    monkeypatch.setattr(rendezvous, "_noted", RestartInfo(1, JOB))
     return begun_from(fitted(folder, max_epochs=2, **options), folder)
 
 
@@ -259,7 +259,7 @@ def test_a_restart_finds_what_replaced_its_checkpoint(
     path, newer, module = tmp_path / "last.ckpt", tmp_path / "newer", Line()
     for steps, file in ((2, path), (3, newer)):
         fitted(tmp_path, max_steps=steps).save_checkpoint(file)
-    io = ReplacedWhenRead(newer, lambda: monkeypatch.setattr(restart, "_noted", RestartInfo(1, JOB)))
+    io = ReplacedWhenRead(newer, lambda: monkeypatch.setattr(rendezvous, "_noted", RestartInfo(1, JOB)))
     fitted(tmp_path, module, max_steps=4, plugins=[io], ckpt_path=str(path))
     assert module.seen == ["train 3"]
 
@@ -277,7 +277,7 @@ def test_a_restart_of_nobody_knows_which_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without a job id training begins anew, and a warning names the remedy."""
-    monkeypatch.setattr(restart, "_noted", RestartInfo(1, ""))
+    monkeypatch.setattr(rendezvous, "_noted", RestartInfo(1, ""))
     stopped(tmp_path)
     assert fitted(tmp_path).ckpt_path is None
     assert "give torchrun a --rdzv-id" in caplog.text

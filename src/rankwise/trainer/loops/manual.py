@@ -14,7 +14,7 @@ from rankwise.gradient_sync import reduce_gradients
 from rankwise.gradient_sync.comm_hook import hook_of
 from rankwise.gradient_sync.parameters import check_dense, hooked_parameters, share_buffers_next
 from rankwise.gradient_sync.tensor_hooks import call_hooks, hooks_kept
-from rankwise.process_group.after_failure import is_after_failure
+from rankwise.process_group.lone_calls import is_after_failure
 from rankwise.strategies import Strategy
 from rankwise.strategies.agreement import mean_loss
 from rankwise.trainer.data.data_hooks import is_own

@@ -1,18 +1,17 @@
-"""`rank_zero_first`, and the guard that raises for collectives that only rank zero would call."""
+"""Refuse collectives in what only this rank runs: the block of `rank_zero_first`, hooks after a failure."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import final
 
 import torch.distributed as dist
 
 from rankwise.errors import InvalidArgumentError, LifecycleError, RankZeroFailedError, text_of
-from rankwise.process_group.after_failure import refuse_after_failure
 from rankwise.process_group.collectives import is_distributed
 from rankwise.process_group.interception import intercepted
 from rankwise.ranks import RankInfo, is_in_rank_zero_section
@@ -21,17 +20,35 @@ from rankwise.stores.values import decoded
 
 _TIMEOUT = timedelta(days=7)  # a download may take hours; the launcher ends the job when a rank dies
 _DONE = "done"
+_REMEDY = (
+    "call no collectives in on_exception and teardown after a failure; save_checkpoint(path) works there: it "
+    "writes this rank's own state."
+)
 
 
 @final
-class _FirstBlock(threading.local):
-    """The block of `rank_zero_first()` that this thread runs first: a context would outlive it in a task."""
+class _LoneBlocks(threading.local):
+    """What this thread, but not its forks, runs while other ranks do not. A task would keep a context."""
 
-    pid = 0  # of the process that runs it; a forked process does not
-    is_local = False  # whether only the ranks of this node wait for it
+    first_pid = 0  # of the process that runs the block of `rank_zero_first()` first
+    is_local = False  # whether only the ranks of this node wait for that block
+    failed_pid = 0  # of the process in hooks after a failure
+    was_in_optimizer_step = False  # which the failure has cut: no state may be saved
 
 
-_first_block = _FirstBlock()
+_blocks = _LoneBlocks()
+
+
+@contextmanager
+def _running(refuse: Callable[[str, int], None], **facts: int) -> Iterator[None]:
+    """Note what this thread runs in the block; call `refuse` for its collectives, torch's own included."""
+    before = {name: getattr(_blocks, name) for name in facts}
+    vars(_blocks).update(facts)
+    try:
+        with intercepted(lambda call: refuse(f"{call.what} {call.where}", call.group.size())):
+            yield
+    finally:
+        vars(_blocks).update(before)
 
 
 @contextmanager
@@ -68,12 +85,18 @@ def rank_zero_first(
         yield
         return
     refuse_after_failure("rank_zero_first()")
-    is_first, scope = _order(local, ranks)
+    is_first, scope = dist.get_rank() == 0, "job"
+    if local:
+        if ranks is None:
+            expected = "a RankInfo with local=True: it has the ranks that share a node"
+            raise InvalidArgumentError(argument="ranks", value=None, expected=expected)
+        is_first, scope = ranks.local_rank == 0, f"node{ranks.node_rank}"
     store = default_store() if store is None else store
     block = store.add(f"rank_zero_first/{scope}/blocks of {dist.get_rank()}", 1)  # the same on every rank
     key = f"rank_zero_first/{scope}/{block}"
     if is_first:
-        with _publish_outcome(store, key, dist.get_rank()), _refuse_collectives(is_local=local):
+        running = _running(refuse_lone_call, first_pid=os.getpid(), is_local=local)
+        with _publish_outcome(store, key, dist.get_rank()), running:
             yield
     else:
         _wait_for_outcome(store, key, timeout)
@@ -84,11 +107,7 @@ def rank_zero_first(
 def awaited_between_jobs(store: dist.Store, global_rank: int, timeout: timedelta) -> Iterator[None]:
     """Enter the block on global rank 0 at once, on the other ranks when it has ended there.
 
-    For ranks without a process group. Rank 0 waits for none, and needs no store.
-
-    Raises:
-        RankZeroFailedError: on the other ranks, when the block failed on rank zero.
-        torch.distributed.DistStoreError: after `timeout`.
+    For ranks without a process group; raises as `rank_zero_first`. Rank 0 waits for none, and needs no store.
     """
     count = f"rank_zero_first/blocks of {global_rank}"
     if global_rank != 0:
@@ -100,19 +119,6 @@ def awaited_between_jobs(store: dist.Store, global_rank: int, timeout: timedelta
         block = store.add(count, 1)
     with _publish_outcome(store, f"rank_zero_first/{block}", global_rank):
         yield
-
-
-def _order(local: bool, ranks: RankInfo | None) -> tuple[bool, str]:
-    """Return whether this rank runs the block first, and a name for the ranks that wait for the same one."""
-    if not local:
-        return dist.get_rank() == 0, "job"
-    if ranks is None:
-        raise InvalidArgumentError(
-            argument="ranks",
-            value=None,
-            expected="a RankInfo with local=True: it has the ranks that share a node",
-        )
-    return ranks.local_rank == 0, f"node{ranks.node_rank}"
 
 
 @contextmanager
@@ -137,18 +143,6 @@ def _wait_for_outcome(store: dist.Store, key: str, timeout: timedelta) -> None:
         raise RankZeroFailedError(global_rank=decoded(int, rank, source), failure=failure)
 
 
-@contextmanager
-def _refuse_collectives(*, is_local: bool) -> Iterator[None]:
-    """Raise for this rank's collectives in the block, torch's own included."""
-    before = (_first_block.pid, _first_block.is_local)
-    _first_block.pid, _first_block.is_local = os.getpid(), is_local
-    try:
-        with intercepted(lambda call: refuse_lone_call(f"{call.what} {call.where}", call.group.size())):
-            yield
-    finally:
-        _first_block.pid, _first_block.is_local = before
-
-
 def refuse_lone_call(call: str, group_size: int | None) -> None:
     """Raise if only some ranks can call a collective of `group_size` ranks (None: of all) here.
 
@@ -156,19 +150,40 @@ def refuse_lone_call(call: str, group_size: int | None) -> None:
     """
     refuse_after_failure(call)
     if is_in_rank_zero_section():
-        raise LifecycleError(
-            call=call,
-            state="in a function that only rank zero runs",
-            needed="every rank",
-            remedy="call it outside of what is decorated with rank_zero_only.",
-        )
-    if _first_block.pid != os.getpid():
+        remedy = "call it outside of what is decorated with rank_zero_only."
+        raise _lone_call_error(call, "in a function that only rank zero runs", remedy)
+    if _blocks.first_pid != os.getpid():
         return
     # Where only a node's ranks wait, the first ranks of all nodes may use a group of their own.
-    if not _first_block.is_local or group_size is None or group_size == dist.get_world_size():
-        raise LifecycleError(
-            call=call,
-            state="in the block of rank_zero_first(), which the other ranks wait for",
-            needed="every rank",
-            remedy="call it before or after that block.",
-        )
+    if not _blocks.is_local or group_size is None or group_size == dist.get_world_size():
+        state = "in the block of rank_zero_first(), which the other ranks wait for"
+        raise _lone_call_error(call, state, "call it before or after that block.")
+
+
+def _lone_call_error(call: str, state: str, remedy: str) -> LifecycleError:
+    return LifecycleError(call=call, state=state, needed="every rank", remedy=remedy)
+
+
+def is_after_failure() -> bool:
+    """Return whether this thread runs hooks after a failure on this rank."""
+    return _blocks.failed_pid == os.getpid()
+
+
+def collectives_refused_after_failure(*, was_in_optimizer_step: bool = False) -> AbstractContextManager[None]:
+    """Return the block of hooks after a failure on this rank, in which its collectives raise."""
+    facts = {"failed_pid": os.getpid(), "was_in_optimizer_step": was_in_optimizer_step}
+    return _running(lambda call, group_size: refuse_after_failure(call), **facts)
+
+
+def refuse_after_failure(call: str, remedy: str = _REMEDY) -> None:
+    """Raise LifecycleError if this thread runs hooks after a failure on this rank."""
+    if is_after_failure():
+        raise _lone_call_error(call, "in a hook after a failure on this rank", remedy)
+
+
+def refuse_partly_updated(call: str) -> None:
+    """Raise LifecycleError if another rank's failure has stopped this rank within an optimizer step."""
+    if is_after_failure() and _blocks.was_in_optimizer_step:
+        needed = "weights that are not partly updated"
+        remedy = "the rank that failed first can save: call it in on_exception on every rank."
+        raise LifecycleError(call, "stopped within an optimizer step", needed, remedy)
