@@ -14,8 +14,8 @@ from typing import Any
 
 _KEPT = ("trainer.trainer", "fabric.fabric", *(f"launchers.{name}" for name in ("multiprocess", "script")))
 """These, and all that they import."""
-_RUN_AGAIN = ("rankwise.start", "rankwise.processes.command_line")
-"""They record the working directory; packages that import names on first use run again, too."""
+_RUN_AGAIN = ("rankwise.start",)
+"""It records the working directory; packages that import names on first use run again, too."""
 
 
 class KeptModules:

@@ -90,7 +90,7 @@ WARNINGS = ["ignore::UserWarning", "default::BytesWarning"]
         pytest.param(
             ["-m", "package.train", "--lr", "0.1"],
             {"orig_argv": ["-m", "package.train", "--lr", "0.1"], "name": "__main__", "package": "package"},
-            marks=SOAK,  # tests/unit/processes/test_command_line.py has such commands, too
+            marks=SOAK,  # tests/unit/launchers/test_command_line.py has such commands, too
         ),
         pytest.param(
             ["-bc", MAIN, "one", "two"], {"bytes_warning": 1, "argv": ["-c", "one", "two"]}, marks=SOAK

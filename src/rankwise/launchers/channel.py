@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from enum import IntEnum, unique
 from typing import final
 
@@ -19,8 +20,7 @@ from rankwise.processes.exit_codes import write_stderr
 
 _HEADER = struct.Struct("!IB")
 _CHUNK = 1 << 16
-# Bytes in a frame; torch's own store takes values of 2**23. A text in place of a header names more.
-_LONGEST = 1 << 26
+_LONGEST = 1 << 26  # bytes in a frame; torch's own store takes 2**23. A text in place of a header names more
 
 REQUEST_ID_SIZE = 8
 """The size in bytes of a store request's number, which precedes the request and its reply."""
@@ -50,11 +50,7 @@ _KINDS = frozenset(Kind)
 
 
 def frame(kind: Kind, payload: bytes = b"") -> bytes:
-    """Return one message as bytes: length, kind, payload.
-
-    Raises:
-        ProcessGroupError: when the payload is longer than a frame can be.
-    """
+    """Return a message as bytes: length, kind, payload; raise `ProcessGroupError` if it is too long."""
     if len(payload) > _LONGEST:
         raise ProcessGroupError(
             f"A {kind.name} message of {len(payload)} bytes is longer than {_LONGEST}.",
@@ -85,11 +81,7 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes, on_frame: Callable[[Kind, bytes], None]) -> None:
-        """Add bytes; call `on_frame` with each frame that is complete now.
-
-        Raises:
-            ProcessGroupError: if the bytes are not frames.
-        """
+        """Add bytes; call `on_frame` with each complete frame; raise `ProcessGroupError` for other bytes."""
         self._buffer += data
         while len(self._buffer) >= _HEADER.size:
             length, kind = _HEADER.unpack_from(self._buffer)
@@ -105,9 +97,8 @@ class FrameReader:
 
 @final
 class RankChannel:
-    """Send frames to the supervisor and request from its store; receive in a thread.
+    """Send frames to the supervisor and request from its store; receive in a thread, which delivers signals.
 
-    The thread also delivers the signals of this process while the main thread is blocked: see `EventLoop`.
     It calls `on_lost` when the launching process is gone.
     """
 
@@ -142,19 +133,11 @@ class RankChannel:
         sending.join()
 
     def _send(self, data: bytes) -> None:
-        try:
-            with self._lock:
-                self._sock.sendall(data)
-        except OSError:
-            return
+        with suppress(OSError), self._lock:
+            self._sock.sendall(data)
 
     def ask_store(self, request: bytes, timeout_s: float) -> bytes:
-        """Return the private store's reply.
-
-        Raises:
-            TimeoutError: when none comes in time.
-            ConnectionError: when none will come: the job is stopped, or its supervisor is gone.
-        """
+        """Return the private store's reply; raise `TimeoutError`, or `ConnectionError` if none will come."""
         replies: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         request_id = self.post_store(request, replies.put)
         try:
@@ -169,9 +152,9 @@ class RankChannel:
         return reply
 
     def post_store(self, request: bytes, on_reply: Callable[[bytes | None], None]) -> bytes:
-        """Send a request to the private store; return its number.
+        """Send a request to the private store; return its number. Calls `on_reply` in the channel's thread.
 
-        The channel's thread calls `on_reply`, with None when the job is stopped or its supervisor is gone.
+        The reply is None when the job is stopped or its supervisor is gone.
         """
         request_id = next(self._requests).to_bytes(REQUEST_ID_SIZE, "big")
         self._pending[request_id] = on_reply
@@ -192,11 +175,10 @@ class RankChannel:
 
     def is_over_within(self, seconds: float | None) -> bool:
         """Wait until the job is over on every rank; return whether it is in time."""
-        try:
+        with suppress(queue.Empty):
             self._over.get(timeout=seconds)
-        except queue.Empty:
-            return False
-        return True
+            return True
+        return False
 
     def close(self) -> None:
         """Close the channel from this side and end its thread."""

@@ -20,8 +20,7 @@ from rankwise.errors import ProcessGroupError
 from rankwise.failures.classify import make_printable
 from rankwise.failures.record import FailureRecord
 from rankwise.launchers.channel import Kind, RankChannel
-from rankwise.processes.interrupt import Interruptible
-from rankwise.processes.signals import StoppedBySignal
+from rankwise.processes.signals import Interruptible, StoppedBySignal
 from rankwise.ranks import RankInfo
 
 if TYPE_CHECKING:
@@ -214,10 +213,8 @@ class WorkerContext:
                 prefix = job_prefix(self.job, self._start)
                 self._monitor = ChannelMonitor(rank, store, prefix, channel.post_store)
             else:
-                if self._store is None:
-                    store = self.open_store(timeout)
-                else:
-                    store = self._of_this_job(self._store, timeout)
+                opened = self._store
+                store = self.open_store(timeout) if opened is None else self._of_this_job(opened, timeout)
                 self._monitor = PollingMonitor(rank, size, store, partial(self.open_another, store, timeout))
         return self._monitor
 
@@ -322,17 +319,11 @@ class WorkerContext:
 @final
 @dataclass
 class RankRun:
-    """The data that a launcher exchanges with the block that runs as a rank.
+    """The data that a launcher exchanges with the block that runs as a rank."""
 
-    Attributes:
-        worker: the rank's place in the job.
-        value: set by the block: what the rank returns.
-        values: after the block, every local rank's value by global rank.
-    """
-
-    worker: WorkerContext
-    value: Any = None
-    values: dict[int, Any] = field(default_factory=dict)
+    worker: WorkerContext  # the rank's place in the job
+    value: Any = None  # set by the block: what the rank returns
+    values: dict[int, Any] = field(default_factory=dict)  # afterwards: of each local rank, by global rank
 
 
 class CallerLauncher(Launcher):
@@ -366,7 +357,6 @@ def torchrun_variables(
     """Return the variables that torchrun gives its workers; `MASTER_*` only if something listens there.
 
     The process id of the launching process, by default this one, names the run.
-
     Source: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
     """
     variables: dict[str, object] = {

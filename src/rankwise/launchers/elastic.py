@@ -22,8 +22,8 @@ from rankwise.failures.record import FailureRecord, first_cause
 from rankwise.launchers.context import Entry, Launcher, WorkerContext
 from rankwise.launchers.multiprocess import create_job, refuse_where_impossible, value_of
 from rankwise.launchers.preconditions import shortages_named
+from rankwise.launchers.script_place import count_launch
 from rankwise.launchers.worker_main import JobSpec, bind_to_main_process, run_worker
-from rankwise.processes.command_line import count_launch
 from rankwise.processes.exit_codes import write_stderr
 from rankwise.processes.memory_file import Descriptor, owned_descriptor, pack
 from rankwise.processes.parent_death import ParentDeathPipe, end_with_writer
@@ -35,12 +35,10 @@ from rankwise.torch_internals import ELASTIC, check_torch
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
-# How much later a rank exits if its failure looks like a consequence of another rank's.
-_SETTLE_S = 0.5
+_SETTLE_S = 0.5  # how much later a rank exits if its failure looks like a consequence of another rank's
 _AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _LEFT_TO_TORCH = signal.SIGQUIT  # torch insists on one signal
-# How long training ranks have after SIGTERM to reach a boundary and save: as under torchrun.
-_STOP_TIMEOUT_S = 30
+_STOP_TIMEOUT_S = 30  # for training ranks to reach a boundary and save after SIGTERM, as under torchrun
 _SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 # The agent does not report why it restarts its ranks; it only logs torch's exception.
 _AGENT_LOGGERS = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
@@ -116,17 +114,15 @@ class ElasticLauncher(Launcher):
         try:
             elastic_launch(self._config(job), _work)(job)
         except ChildFailedError as error:
-            failures: Mapping[int, Any] = error.failures
-            return failures
+            return dict(error.failures)
         return {}
 
     def _config(self, job: _Job) -> LaunchConfig:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
         from torch.distributed.launcher.api import LaunchConfig
 
-        from rankwise.launchers.elastic_rendezvous import LOOPBACK_HANDLER, NODES, register
+        from rankwise.launchers.elastic_rendezvous import LOOPBACK_HANDLER, NODES
 
-        register()
         options: dict[str, Any] = {
             "min_nodes": self.nodes.fewest,
             "max_nodes": self.nodes.most,
@@ -191,9 +187,8 @@ class _Job:
         self.unreported.clear()
 
     def _why(self) -> str:
-        unknown = "nodes came or went, or a rank was killed"
-        if self.is_alone:
-            unknown = "a rank ended without an exception"
+        several = "nodes came or went, or a rank was killed"
+        unknown = "a rank ended without an exception" if self.is_alone else several
         # When nodes join or leave, the agent stops the present ranks; that is not a failure.
         raised = [each for each in self.records() if each.exception_type != _STOPPED]
         if not (records := [*self.unreported, *raised]):
@@ -245,9 +240,8 @@ def _agent_signals() -> Iterator[None]:
 
 @contextmanager
 def _agent_log_filtered(on_exit: Callable[[int, int], None]) -> Iterator[None]:
-    """Keep the agent from logging its own traceback for every rank that fails.
+    """Keep the agent from logging a traceback of its own; call `on_exit` for ranks that ended without one.
 
-    It calls `on_exit` with pid and exit status of each rank that ended without an exception.
     Mutates: level and filters of loggers of torch, restored on exit.
     """
     from torch.multiprocessing import ProcessExitedException
@@ -259,42 +253,30 @@ def _agent_log_filtered(on_exit: Callable[[int, int], None]) -> Iterator[None]:
             on_exit(pid, exit_code)
         return record.levelno >= logging.CRITICAL
 
-    loggers = [logging.getLogger(name) for name in _AGENT_LOGGERS]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-        logger.addFilter(filter_record)
-    try:
+    with ExitStack() as restored:
+        for logger in map(logging.getLogger, _AGENT_LOGGERS):
+            restored.callback(logger.setLevel, logger.level)
+            restored.callback(logger.removeFilter, filter_record)
+            logger.setLevel(logging.ERROR)
+            logger.addFilter(filter_record)
         yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.removeFilter(filter_record)
-            logger.setLevel(level)
 
 
 def _worker_error(failures: Mapping[int, Any], job: _Job, started_s: float) -> WorkerError:
     """Return the exception for a job that failed more often than it may."""
     records = job.records()
     reported = {record.pid for record in records}
-    records += [
-        FailureRecord(
-            global_rank,
-            failure.local_rank,
-            (global_rank - failure.local_rank) // len(job.values),
-            failure.pid,
-            at_s=time.monotonic(),
-            exit_status=failure.exitcode,
-        )
-        for global_rank, failure in failures.items()
-        if failure.pid not in reported
-    ]
+    for global_rank, failure in failures.items():
+        if failure.pid not in reported:
+            local_rank, at_s = failure.local_rank, time.monotonic()
+            place = (global_rank, local_rank, (global_rank - local_rank) // len(job.values), failure.pid)
+            records.append(FailureRecord(*place, at_s=at_s, exit_status=failure.exitcode))
     cause = first_cause(records)
     return cause.to_error(started_s, (), [record for record in records if record is not cause])
 
 
-# In the order of RankInfo's fields.
+# In the order of RankInfo's fields; and all variables that the agent sets for each worker.
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
-# The variables that the agent sets for each worker.
 _AGENT_VARIABLES = (*_RANK_VARIABLES, "ROLE_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_")
 
 

@@ -54,12 +54,6 @@ _NodeList: Any = dynamic_rendezvous._RendezvousState
 _PARTS = (_NodeList, dynamic_rendezvous._NodeDesc, dt.datetime, dt.timedelta, dt.timezone)
 
 
-def register() -> None:
-    """Register both rendezvous handlers with torch; idempotent."""
-    rendezvous_handler_registry.register(LOOPBACK_HANDLER, LoopbackRendezvous)
-    rendezvous_handler_registry.register(NODES, NodesRendezvous)
-
-
 class _AgentRendezvous(RendezvousHandler):
     """A rendezvous in which ranks connect to a store that an agent hosts; each start has a new store.
 
@@ -127,31 +121,29 @@ class _CheckedBackend(C10dRendezvousBackend):
     """torch's back end, with a check that the state is a list of nodes: torch loads it as a pickle."""
 
     def get_state(self) -> tuple[bytes, Any] | None:
-        found: tuple[bytes, Any] | None = super().get_state()
-        if found is not None:
-            _check(found[0])
+        found: tuple[bytes, Any] | None = _checked(super().get_state())
         return found
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        found: tuple[bytes, Any, bool] | None = super().set_state(state, token)
-        if found is not None:
-            _check(found[0])
+        found: tuple[bytes, Any, bool] | None = _checked(super().set_state(state, token))
         return found
 
 
-def _check(state: bytes) -> None:
-    """Raise torch's error if a pickle is not a list of nodes."""
+def _checked(found: Any) -> Any:
+    """Return what a back end has found, if any; raise torch's error if its pickle is not a list of nodes."""
+    if found is None:
+        return None
     try:
-        fields = vars(_NodeListUnpickler(io.BytesIO(state)).load())
+        fields = vars(_NodeListUnpickler(io.BytesIO(found[0])).load())
     except Exception as error:  # noqa: BLE001  a pickle that is damaged may raise any
         raise RendezvousStateError(str(error) or type(error).__name__) from None
-    if {_shape(each) for each in fields.items()} != {_shape(each) for each in vars(_NodeList()).items()}:
+    if _kinds_of(fields) != _kinds_of(vars(_NodeList())):
         raise RendezvousStateError("it has other fields")
+    return found
 
 
-def _shape(field: tuple[str, object]) -> tuple[str, type]:
-    name, value = field
-    return name, type(None if name == "deadline" else value)
+def _kinds_of(fields: dict[str, object]) -> dict[str, type | None]:
+    return {name: None if name == "deadline" else type(value) for name, value in fields.items()}
 
 
 @final
@@ -230,10 +222,8 @@ class NodesRendezvous(_AgentRendezvous):
         try:
             yield
         except RendezvousStateError as error:
-            problem = (
-                f"No agent of the job has written the list of nodes in the agents' store at {self._endpoint}"
-            )
-            raise PeerAuthenticationError(f"{problem}: {error}.") from None
+            problem = "No agent of the job has written the list of nodes in the agents' store at"
+            raise PeerAuthenticationError(f"{problem} {self._endpoint}: {error}.") from None
 
 
 def _is_this_host(host: str, port: int) -> bool:
@@ -246,3 +236,7 @@ def _is_this_host(host: str, port: int) -> bool:
     except OSError:
         return False  # the name does not resolve, or not yet
     return own == other or ipaddress.ip_address(own).is_loopback
+
+
+rendezvous_handler_registry.register(LOOPBACK_HANDLER, LoopbackRendezvous)
+rendezvous_handler_registry.register(NODES, NodesRendezvous)

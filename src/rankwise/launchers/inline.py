@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import final
 
 from rankwise.launchers.context import CallerLauncher, RankRun, WorkerContext
@@ -21,16 +22,7 @@ from rankwise.stores.tcp import open_store
 _ANSWER = timedelta(seconds=60)
 # Counts the jobs of this process: all of them use the one store of the launcher that started it.
 _jobs = itertools.count(1)
-
-
-@final
-class _LastJob:
-    """The last job of this process: whether it has ended without a failure."""
-
-    has_succeeded = False
-
-
-_last = _LastJob()
+_last = SimpleNamespace(has_succeeded=False)  # the last job of this process
 
 
 @final
@@ -49,18 +41,11 @@ class InlineLauncher(CallerLauncher):
 
     def context_between_jobs(self) -> WorkerContext | None:
         """Return the context of this process, if it is not alone and its last job has succeeded."""
-        if not self.has_other_ranks or self.address is None or not _last.has_succeeded:
-            return None
-        return self._context(self.address, job=0)
+        is_shared = self.has_other_ranks and self.address is not None
+        return self._context(self.address, job=0) if is_shared and _last.has_succeeded else None
 
     def _context(self, address: tuple[str, int] | None, job: int) -> WorkerContext:
-        return WorkerContext(
-            self.ranks,
-            address=address,
-            hosts_store=self.hosts_store,
-            store_outlives=self.store_outlives,
-            job=job,
-        )
+        return WorkerContext(self.ranks, {}, address, self.hosts_store, self.store_outlives, job=job)
 
     @contextmanager
     def running(self, rendezvous: str) -> Iterator[RankRun]:
@@ -74,10 +59,8 @@ class InlineLauncher(CallerLauncher):
             address = None
         worker = self._context(address, next(_jobs))
         try:
-            with ExitStack() as stack:
-                stack.enter_context(stacks_on_signal())
-                stack.enter_context(parent_death.children_end_with_parent())
-                stack.enter_context(heartbeat_written_to(None if address is None else NO_FILE))
+            page = None if address is None else NO_FILE
+            with stacks_on_signal(), parent_death.children_end_with_parent(), heartbeat_written_to(page):
                 _last.has_succeeded = False
                 yield (run := RankRun(worker))
                 run.values = {self.ranks.global_rank: run.value}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import itertools
 import multiprocessing
 import multiprocessing.process
@@ -26,33 +24,25 @@ import torch
 import rankwise.process_group.step_agreement  # noqa: F401  as above
 from rankwise.errors import LaunchRefusedError
 from rankwise.failures.record import FailureRecord
+from rankwise.launchers import preconditions
 from rankwise.launchers.context import Entry, Launcher, WorkerContext
-from rankwise.launchers.preconditions import (
-    refuse_patched_threads,
-    refuse_removed_directory,
-    refuse_while_main_is_imported,
-    shortages_named,
-)
 from rankwise.launchers.process_state import ProcessState
+from rankwise.launchers.script_place import count_launch
 from rankwise.launchers.supervisor import SupervisionOptions, Supervisor
-from rankwise.launchers.worker_group import WorkerGroup, WorkerLinks, WorkerStarter
+from rankwise.launchers.worker_group import WorkerGroup, WorkerLinks
 from rankwise.launchers.worker_main import JobSpec, open_channel, run_worker
 from rankwise.monitoring.heartbeat import LEAVING, report_phase
-from rankwise.processes.command_line import count_launch
-from rankwise.processes.exit_codes import end_pools, exit_now
+from rankwise.processes.exit_codes import call_at_exit, end_pools, exit_now
 from rankwise.processes.fork_safety import import_dynamo, objects_frozen, pause_openmp, release_memory
-from rankwise.processes.memory_file import Descriptor, owned_descriptor, pack, unpack
-from rankwise.processes.pickling_errors import pack_or_explain
+from rankwise.processes.memory_file import Descriptor, owned_descriptor, pack, pack_or_explain, unpack
 from rankwise.processes.signals import StoppedBySignal
 from rankwise.processes.started_process import MultiprocessingProcess
 from rankwise.ranks import RankInfo
 
 # A fork copies locks as they are: no other thread may be looking up names for a store of its own meanwhile.
 _one_at_a_time = threading.Lock()
-# The jobs on several nodes, which all meet in one store: every node counts the same.
-_jobs = itertools.count(1)
-# The jobs that threads of this process wait for.
-_supervisors: dict[Supervisor, threading.Thread] = {}
+_jobs = itertools.count(1)  # on several nodes, which all meet in one store: every node counts the same
+_supervisors: dict[Supervisor, threading.Thread] = {}  # of the jobs that threads of this process wait for
 _THREAD_LEAVES_S = 2.0
 PRELOAD = "rankwise.launchers.preload"
 
@@ -66,17 +56,8 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-@functools.cache
-def _end_jobs_at_exit() -> None:
-    """Register an exit hook, once: Python keeps the place of one that is unregistered."""
-    atexit.register(_end_jobs)
-
-
 def _end_jobs() -> None:
-    """End the jobs for which daemon threads wait when the program ends.
-
-    Otherwise multiprocessing would block the exit of the program: it joins all processes that it has started.
-    """
+    """End the jobs of daemon threads: multiprocessing joins all its processes when the program exits."""
     for supervisor, thread in list(_supervisors.items()):
         supervisor.end_all(by=signal.SIGTERM)
         thread.join(_THREAD_LEAVES_S)  # a tensor that it frees while the interpreter ends aborts the process
@@ -103,14 +84,16 @@ class MultiprocessLauncher(Launcher):
         refuse_where_impossible(self.start_method)
         started_s = time.monotonic()
         with ExitStack() as cleanup:
-            with _one_at_a_time, shortages_named(len(self.local_ranks)):
+            with _one_at_a_time, preconditions.shortages_named(len(self.local_ranks)):
                 job = create_job(self.start_method, entry, described, cleanup)
                 number = 1 if self.options.endpoint is None else next(_jobs)
                 group = WorkerGroup(self.local_ranks, self.options, number)
                 cleanup.callback(group.close)
                 group.open_rendezvous(rendezvous)
+                if self.start_method != "fork":  # otherwise it starts later, and lets SIGINT through again
+                    resource_tracker.ensure_running()
                 with objects_frozen() if self.start_method == "fork" else nullcontext():
-                    group.start(self.local_ranks, _starter(self.start_method, job))
+                    group.start(self.local_ranks, partial(_start, self.start_method, job))
                 group.supervisor.start()
             return run_job(group, started_s)
 
@@ -119,7 +102,7 @@ def run_job(group: WorkerGroup, started_s: float) -> dict[int, Any]:
     """Supervise started workers until they have exited; return their values, or raise as `launch` does."""
     supervisor = group.supervisor
     supervisor.begin_job(until_exit=True)
-    _end_jobs_at_exit()
+    call_at_exit(_end_jobs)
     _supervisors[supervisor] = threading.current_thread()
     try:
         with supervisor.handle_signals():
@@ -134,17 +117,12 @@ def run_job(group: WorkerGroup, started_s: float) -> dict[int, Any]:
 
 def _values_of(group: WorkerGroup, started_s: float) -> dict[int, Any]:
     """Return the ranks' return values, by global rank."""
-    return {
-        rank.global_rank: value_of(rank, group.values[rank.global_rank], started_s)
-        for rank in group.supervisor.ranks()
-    }
+    ranks = {rank.global_rank: rank for rank in group.supervisor.ranks()}
+    return {number: value_of(rank, group.values[number], started_s) for number, rank in ranks.items()}
 
 
 def value_of(rank: FailureRecord, value: Descriptor, started_s: float) -> Any:
-    """Return a rank's return value; raise its `WorkerRaisedError` if that cannot be unpickled.
-
-    `rank` says which rank it is; `started_s` when the launch began.
-    """
+    """Return a rank's return value; raise its `WorkerRaisedError` if that cannot be unpickled."""
     try:
         return unpack(value.number, copy=False)
     except Exception as error:  # noqa: BLE001  unpickling runs the user's code
@@ -169,31 +147,20 @@ def create_job(
     if start_method == "forkserver":
         imported = [name for name in list(sys.modules) if name.startswith("rankwise.")]  # as its ranks will
         multiprocessing.get_context("forkserver").set_forkserver_preload([PRELOAD, *imported])
-    default = multiprocessing.get_start_method(allow_none=True)
-    return JobSpec(
-        entry=packed,
-        start_method=default or multiprocessing.get_all_start_methods()[0],
-        environ=dict(os.environ) if start_method == "forkserver" else None,
-    )
+    default = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    return JobSpec(packed, default, dict(os.environ) if start_method == "forkserver" else None)
 
 
-def _starter(start_method: str, job: JobSpec) -> WorkerStarter:
-    """Return the function that starts a rank's process with multiprocessing."""
+def _start(
+    start_method: str, job: JobSpec, worker: WorkerContext, links: WorkerLinks
+) -> MultiprocessingProcess:
+    """Start a rank's process, which inherits its end of the parent pipe, but does nothing with it."""
+    files = (links.values, links.heartbeat, Descriptor(links.parent_pipe.worker_end))
     context: Any = multiprocessing.get_context(start_method)
-    if start_method != "fork":
-        resource_tracker.ensure_running()  # otherwise it starts later, and lets SIGINT through again
-
-    def start(worker: WorkerContext, links: WorkerLinks) -> MultiprocessingProcess:
-        parent_pipe = Descriptor(links.parent_pipe.worker_end)
-        process = context.Process(
-            target=_work,
-            args=(job, worker, links.channel, links.values, links.heartbeat, parent_pipe),
-            name=f"rankwise-{worker.ranks.global_rank}",
-        )
-        process.start()
-        return MultiprocessingProcess(process, links.parent_pipe)
-
-    return start
+    name = f"rankwise-{worker.ranks.global_rank}"
+    process = context.Process(target=_work, args=(job, worker, links.channel, *files), name=name)
+    process.start()
+    return MultiprocessingProcess(process, links.parent_pipe)
 
 
 def _work(
@@ -215,10 +182,7 @@ def _work(
 
 
 def _exit_fork() -> None:
-    """End a forked process as multiprocessing does, without the exit hooks of threads.
-
-    Those hooks belong to the caller's threads, which do not exist here. `end_pools` ends pools.
-    """
+    """End a forked process as multiprocessing does, without the exit hooks of the caller's threads."""
     end_pools()
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
@@ -229,14 +193,14 @@ def _exit_fork() -> None:
 
 def refuse_where_impossible(start_method: str) -> None:
     """Raise `LaunchRefusedError` where starting processes cannot work."""
-    refuse_patched_threads()
-    refuse_removed_directory()
+    preconditions.refuse_patched_threads()
+    preconditions.refuse_removed_directory()
     if multiprocessing.process.current_process().daemon:
         raise LaunchRefusedError(
             message=f"start_method={start_method!r} cannot work in a daemon: it may start no processes.",
             remedy="launch from a process that is not a daemon; a DataLoader's worker is one.",
         )
-    refuse_while_main_is_imported(start_method)
+    preconditions.refuse_while_main_is_imported(start_method)
     if start_method == "fork" and torch.cuda.is_initialized():
         raise LaunchRefusedError(
             message="start_method='fork' cannot work: CUDA is initialised in this process already.",

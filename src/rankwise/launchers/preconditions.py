@@ -16,8 +16,7 @@ from rankwise.errors import LaunchRefusedError
 
 # These run all threads in one, so the supervisor's cannot run while the main thread is in a collective.
 _PATCHERS = ("gevent", "eventlet")
-# How many files the launching process and a rank have open together, and how many more with each local rank.
-_FILES, _FILES_OF_RANK = 20, 12
+_FILES, _FILES_OF_RANK = 20, 12  # open in the launching process and a rank together; more for each local rank
 _SHORTAGES = {
     errno.EMFILE: ("this process may open no more files (RLIMIT_NOFILE)", "ulimit -n 4096"),
     errno.ENFILE: ("the machine can open no more files (fs.file-max)", "sysctl fs.file-max=1000000"),
@@ -64,11 +63,8 @@ def refuse_while_main_is_imported(start_method: str) -> None:
 
 @contextmanager
 def shortages_named(local_world_size: int) -> Iterator[None]:
-    """Raise `LaunchRefusedError` where a limit keeps this process from starting its ranks in the block.
-
-    Nothing is started where it may not open enough files, or start a thread: ranks inherit these limits, and
-    gloo aborts at the first.
-    """
+    """Raise `LaunchRefusedError` where a limit keeps this process from starting its ranks in the block."""
+    # Before anything is started: ranks inherit the limits of open files and threads, and gloo aborts at them.
     try:
         thread = threading.Thread(target=bool)
         thread.start()

@@ -26,10 +26,7 @@ _IS_SERVER = sys.orig_argv[-2:-1] == ["-c"] and sys.orig_argv[-1].startswith(
 
 
 def exit_when_idle(server: int, main_process: int, folder: Path | None) -> None:
-    """End the server without unloading torch, which would take a second or more.
-
-    Removes multiprocessing's folder for the server's socket where the main process was killed.
-    """
+    """End the server without unloading torch, which takes long; remove the folder that a killed one left."""
     if os.getpid() != server:  # a process that the server has forked
         return
     deadline = time.monotonic() + _PARENT_ENDS_S
@@ -57,11 +54,7 @@ def freeze_objects(server: int) -> None:
 
 
 def enable_interrupts(_: object) -> None:
-    """Unblock SIGINT in a forked process that is not a rank of this job.
-
-    The forkserver runs with SIGINT blocked, because of the ranks, and every process that it forks inherits
-    that.
-    """
+    """Unblock SIGINT, which the forkserver blocks because of the ranks, in a process that is not a rank."""
     if not multiprocessing.current_process().name.startswith("rankwise-"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 

@@ -9,6 +9,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -71,9 +72,8 @@ _ATTRIBUTES = (
 
 def _attribute(path: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
     owner, _, name = path.rpartition(".")
-    return lambda: operator.attrgetter(path)(torch), lambda value: setattr(
-        operator.attrgetter(owner)(torch), name, value
-    )
+    get, get_owner = operator.attrgetter(path), operator.attrgetter(owner)
+    return partial(get, torch), lambda value: setattr(get_owner(torch), name, value)
 
 
 _FLAGS = {**_SETTINGS, **{path: _attribute(path) for path in _ATTRIBUTES}}
@@ -106,10 +106,7 @@ class ProcessState:
         return entry(worker)
 
     def take_over(self) -> None:
-        """Give this process the state.
-
-        Mutates: torch's flags that differ, and the random state; the devices' generators are seeded.
-        """
+        """Set torch's flags that differ, and the random state; the devices' generators are seeded."""
         for name, value in self.flags.items():
             get, put = _FLAGS[name]
             with contextlib.suppress(*_UNKNOWN):

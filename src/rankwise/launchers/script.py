@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import os
 import pickle
 import socket
@@ -15,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 from rankwise import seed
 from rankwise.errors import LaunchRefusedError, WorkerError
@@ -23,13 +21,12 @@ from rankwise.launchers import script_place
 from rankwise.launchers.channel import Kind, RankChannel
 from rankwise.launchers.context import CallerLauncher, RankRun, WorkerContext, describe_context
 from rankwise.launchers.preconditions import refuse_patched_threads, refuse_removed_directory, shortages_named
+from rankwise.launchers.script_place import RunningScript, count_launch, rerun_command
 from rankwise.launchers.supervisor import SupervisionOptions
 from rankwise.launchers.worker_group import WorkerGroup, WorkerLinks
-from rankwise.launchers.worker_main import InheritedContext
 from rankwise.monitoring.heartbeat import HeartbeatReader, heartbeat_written_to
 from rankwise.processes import parent_death
-from rankwise.processes.command_line import count_launch, rerun_command
-from rankwise.processes.exit_codes import exit_code_of, exit_now, report_at_exit
+from rankwise.processes.exit_codes import call_at_exit, exit_code_of, exit_now, report_at_exit
 from rankwise.processes.memory_file import owned_descriptor, pack, unpack
 from rankwise.processes.signals import StoppedBySignal
 from rankwise.processes.started_process import PopenProcess
@@ -56,33 +53,23 @@ class ScriptLauncher(CallerLauncher):
 
     @contextmanager
     def running(self, rendezvous: str) -> Iterator[RankRun]:
-        """Be this process's rank in the block, then wait for the others.
-
-        The main process gets the values of the other ranks too, where these can be pickled.
-        """
+        """Be this process's rank in the block, then wait for the others; the main one gets their values."""
         earlier = count_launch()
-        running = script_place.running
-        if running is not None and running.pid != os.getpid():
+        script = script_place.running
+        if script is not None and script.pid != os.getpid():
             raise LaunchRefusedError(
                 message="No job can start in a process that a rank has forked: it is not one of the ranks.",
                 remedy='use strategy="single_device" there.',
             )
-        if isinstance(running, InheritedContext):
-            self._check_fits(running.ranks, running.address, rendezvous)
-            with running.running(self.options.teardown_timeout_s) as run:
-                yield run
-            return
-        script = running if isinstance(running, _Script) else self._start_script(earlier, rendezvous)
-        self._check_fits(script.ranks, script.group.address, rendezvous)
-        with script.running() as run:
+        if script is None:
+            script = self._start_script(earlier, rendezvous)
+        self._check_fits(script.ranks, script.address, rendezvous)
+        with script.running(self.options.teardown_timeout_s) as run:
             yield run
 
     def context_between_jobs(self) -> WorkerContext | None:
         """Return the context of this process, if it runs the script with others that have run a job."""
-        running = script_place.running
-        if not isinstance(running, (InheritedContext, _Script)) or running.pid != os.getpid():
-            return None
-        return running.context_between_jobs() if running.jobs else None
+        return None if script_place.running is None else script_place.running.context_between_jobs()
 
     def _start_script(self, earlier: int, rendezvous: str) -> _Script:
         refuse_patched_threads()
@@ -99,8 +86,7 @@ class ScriptLauncher(CallerLauncher):
         with shortages_named(len(self.local_ranks)):
             script = _Script(self.local_ranks, self.options)
             try:
-                script.group.open_rendezvous(rendezvous)
-                script.start(command, directory)
+                script.start(command, directory, rendezvous)
                 script_place.running = script
             except BaseException:
                 script.end()
@@ -128,9 +114,9 @@ def _start_command(
     command: list[str], directory: str, worker: WorkerContext, links: WorkerLinks
 ) -> PopenProcess:
     """Run a command as another rank, which starts with this process's random state."""
-    pack(pickle.dumps(seed.AT_IMPORT), links.values.number)  # one value: it has thousands of numbers
-    files = {"values": links.values.number, "heartbeat": links.heartbeat.number}
-    descriptors = {"channel": links.channel.fileno(), **files}
+    values, heartbeat = links.values.number, links.heartbeat.number
+    pack(pickle.dumps(seed.AT_IMPORT), values)  # one value: it has thousands of numbers
+    descriptors = {"channel": links.channel.fileno(), "values": values, "heartbeat": heartbeat}
     context = describe_context(worker, descriptors)
     popen = subprocess.Popen(
         command,
@@ -142,7 +128,7 @@ def _start_command(
 
 
 @final
-class _Script:
+class _Script(RunningScript):
     """The processes that run one script together, until the script ends or one of them fails."""
 
     def __init__(self, local_ranks: tuple[RankInfo, ...], options: SupervisionOptions) -> None:
@@ -150,32 +136,30 @@ class _Script:
         self.ranks, self.local_ranks = local_ranks[0], local_ranks
         self.group = WorkerGroup(local_ranks, options, job=1)
         self._supervisor = self.group.supervisor
-        self.jobs = 0
+        self.jobs, self.address = 0, None
         self._is_in_job = False
         self._heartbeat = owned_descriptor(self.group.memory_files).number
         ours, self._mine = socket.socketpair()
         self._supervisor.add(local_ranks[0], ours, None, HeartbeatReader(self._heartbeat))
-        self._channel = RankChannel(self._mine, on_lost=lambda: None)
+        self.channel = RankChannel(self._mine, on_lost=lambda: None)
 
-    def start(self, command: list[str], directory: str) -> None:
+    def start(self, command: list[str], directory: str, rendezvous: str) -> None:
         """Start the other ranks, and supervise them until this process ends."""
+        self.group.open_rendezvous(rendezvous)
+        self.address = self.group.address
         self.group.start(self.local_ranks[1:], partial(_start_command, command, directory))
         self._supervisor.start()
-        _finish_at_exit()
-
-    def context_between_jobs(self) -> WorkerContext:
-        """Return the context of rank 0 between two jobs."""
-        return WorkerContext(self.ranks, address=self.group.address, channel=self._channel, job=0)
+        call_at_exit(_finish)
 
     @contextmanager
-    def running(self) -> Iterator[RankRun]:
-        """Run one job, as this process's rank in the block."""
+    def running(self, timeout_s: float | None) -> Iterator[RankRun]:
+        """Run one job, as this process's rank in the block; the supervisor has its own time limits."""
         if error := self._supervisor.error():
             self.end()
             raise error
         self.jobs = self.group.cross_node_failures.job = self.jobs + 1
         worker = self.group.context_of(self.local_ranks[0])
-        worker.channel, worker.on_stop = self._channel, self._end_waits
+        worker.channel, worker.on_stop = self.channel, self._end_waits
         self._is_in_job = True
         try:
             self._supervisor.begin_job(until_exit=False)
@@ -184,7 +168,7 @@ class _Script:
                 heartbeat_written_to(self._heartbeat),
                 parent_death.children_end_with_parent(),
             ):
-                with worker.running(finish=lambda _: self._channel.send(Kind.DONE)) as run:
+                with worker.running(finish=lambda _: self.channel.send(Kind.DONE)) as run:
                     yield run
                 self._supervisor.wait_job()
             run.values = {worker.ranks.global_rank: run.value, **self._other_values()}
@@ -227,9 +211,9 @@ class _Script:
         try:
             self.group.close()
         finally:
-            self._channel.close()
-            if self.group.address is not None:
-                forget_store(self.group.address)
+            self.channel.close()
+            if self.address is not None:
+                forget_store(self.address)
 
     def _end_waits(self) -> None:
         # A wait in the store, in C++, runs no signal handler, but ends with the store's host.
@@ -246,21 +230,12 @@ class _Script:
             try:
                 self._supervisor.wait_job()
             except BaseException as error:  # noqa: BLE001  an exit hook's would be printed, and the exit code 0
-                self._exit_for(error)
+                try:
+                    report_at_exit(error)
+                    self.end()
+                finally:
+                    exit_now(exit_code_of(error))
         self.end()
-
-    def _exit_for(self, error: BaseException) -> NoReturn:
-        try:
-            report_at_exit(error)
-            self.end()
-        finally:
-            exit_now(exit_code_of(error))
-
-
-@functools.cache
-def _finish_at_exit() -> None:
-    """Register an exit hook, once: Python keeps the place of one that is unregistered."""
-    atexit.register(_finish)
 
 
 def _finish() -> None:

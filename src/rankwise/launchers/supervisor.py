@@ -22,7 +22,7 @@ from rankwise.launchers.channel import REQUEST_ID_SIZE, FrameReader, Kind, frame
 from rankwise.monitoring.heartbeat import HeartbeatReader, MonitoredRank
 from rankwise.monitoring.stacks import STACKS_SIGNAL, dump_stacks
 from rankwise.monitoring.stragglers import JobTimeLimit, LocalStragglerMonitor, StopTimeout, TeardownTimeout
-from rankwise.processes import fork_safety
+from rankwise.processes import fork_safety, signals
 from rankwise.processes.event_loop import WRITE, EventLoop
 from rankwise.processes.exit_codes import (
     LAST_LINES_TIMEOUT_S,
@@ -31,14 +31,6 @@ from rankwise.processes.exit_codes import (
     is_hosted,
     write_stderr,
 )
-from rankwise.processes.signals import (
-    INTERRUPT_NOTICE,
-    ROUTER,
-    SignalRequest,
-    ended_by,
-    raises_keyboard_interrupt,
-    stopped_by,
-)
 from rankwise.processes.started_process import StartedProcess
 from rankwise.ranks import RankInfo
 from rankwise.stores.private import StoreTable
@@ -46,10 +38,8 @@ from rankwise.stores.tcp import RendezvousEndpoint
 
 _CHUNK = 1 << 16
 _SETTLE_S = 0.5  # how long to wait for another failure after one that looks like its consequence
-# The shortest time that rank 0 in the main process has to leave the job, when all others have ended.
-_TO_LEAVE_S = 1.0
-# The shortest pause between two checks whether a checkpoint has been written.
-_SHORTEST_PAUSE_S = 0.1
+_TO_LEAVE_S = 1.0  # at least, for rank 0 in the main process to leave the job when all others have ended
+_SHORTEST_PAUSE_S = 0.1  # between two checks whether a checkpoint has been written
 
 
 @final
@@ -91,8 +81,7 @@ class SupervisedRank(MonitoredRank):
 
     def has_left(self, job: int) -> bool:
         """Return whether the rank's process, or its job in the main process, has ended."""
-        is_idle = self.process is None and (self.has_left_job or self.jobs_done >= job)
-        return self.has_ended or is_idle
+        return self.has_ended or (self.process is None and (self.has_left_job or self.jobs_done >= job))
 
     def record(self, **facts: object) -> FailureRecord:
         """Return a record of this rank."""
@@ -149,8 +138,7 @@ class ShutdownSequence:
         self.loop.call_later(max(_TO_LEAVE_S, self.options.grace_period_s), self._end_busy_main)
 
     def _end_grace(self) -> None:
-        saving = self._saving()
-        if not saving:
+        if not (saving := self._saving()):
             self.kill()
             return
         self._kill_but(saving)
@@ -247,7 +235,7 @@ class Supervisor:
             self._loop.register(worker.sock, partial(self._on_channel, worker))
             worker.is_connected = True
             if worker.process is not None:
-                self._loop.register(worker.process, partial(self._on_process_end, worker))
+                self._loop.register(worker.process, partial(self._on_process_end, worker, worker.process))
         self._thread.start()
 
     def begin_job(self, until_exit: bool) -> None:
@@ -274,9 +262,7 @@ class Supervisor:
         self._check()
 
     def wait_job(self) -> None:
-        """Wait for the end of the job; raise its first failure, or what a signal means that ended it.
-
-        After a failure no started process is left.
+        """Wait for the end of the job; raise its first failure, after which no started process is left.
 
         Raises:
             StoppedBySignal: when all ranks have stopped at a boundary.
@@ -296,7 +282,7 @@ class Supervisor:
             finally:
                 del error  # or it lives in a cycle, through its traceback, until garbage is collected
         if self._stopped_by is not None:
-            raise stopped_by(self._stopped_by)
+            raise signals.stopped_by(self._stopped_by)
 
     def release(self) -> None:
         """Send the ranks that the job is over for all of them."""
@@ -335,24 +321,24 @@ class Supervisor:
         """
         self._last_signal = None
         has_rank_here = any(worker.process is None for worker in self._workers)
-        replaces_interrupts = not has_rank_here and raises_keyboard_interrupt()
+        replaces_interrupts = not has_rank_here and signals.raises_keyboard_interrupt()
         with (
-            ROUTER.subscribe(self._ending_signals, self._on_request),
-            ROUTER.subscribe([STACKS_SIGNAL], self._on_stacks, is_debounced=False),
-            ROUTER.subscribe(
+            signals.ROUTER.subscribe(self._ending_signals, self._on_request),
+            signals.ROUTER.subscribe([STACKS_SIGNAL], self._on_stacks, is_debounced=False),
+            signals.ROUTER.subscribe(
                 [signal.SIGINT],
                 self._on_interrupt,
                 is_debounced=False,
                 sets_handler=replaces_interrupts,
                 calls_earlier_handler=False,
             ),
-            ROUTER.subscribe(
+            signals.ROUTER.subscribe(
                 [signal.SIGINT], self._on_noticed, in_main_thread=True, is_debounced=False, sets_handler=False
             ),
         ):
             yield
         if self._last_signal is not None:
-            raise ended_by(self._last_signal) if has_rank_here else stopped_by(self._last_signal)
+            raise (signals.ended_by if has_rank_here else signals.stopped_by)(self._last_signal)
 
     def all_ended(self) -> bool:
         """Whether every started process is gone."""
@@ -381,18 +367,18 @@ class Supervisor:
                 worker.process.close()
         self._loop.close()
 
-    def _on_request(self, request: SignalRequest) -> None:
+    def _on_request(self, request: signals.SignalRequest) -> None:
         self._last_signal = request.number
         if not request.is_repeat:
             self._loop.call_now(partial(self._on_stop_signal, request.number))
 
-    def _on_interrupt(self, request: SignalRequest) -> None:
-        if raises_keyboard_interrupt():
+    def _on_interrupt(self, request: signals.SignalRequest) -> None:
+        if signals.raises_keyboard_interrupt():
             self._last_signal = request.number
             self._interrupts.append(request.number)
             self._loop.call_now(partial(self._on_stop_signal, request.number))
 
-    def _on_noticed(self, request: SignalRequest) -> None:
+    def _on_noticed(self, request: signals.SignalRequest) -> None:
         self._noticed.append(request.number)
 
     def _is_main_stuck(self) -> bool:
@@ -400,16 +386,15 @@ class Supervisor:
         has_asked = self._stop_request.number == signal.SIGINT
         return has_asked and len(self._noticed) < len(self._interrupts)
 
-    def _on_stacks(self, request: SignalRequest) -> None:
-        why = "SIGUSR2 was sent to the main process"
-        self._loop.call_now(partial(dump_stacks, self._workers, why))
+    def _on_stacks(self, request: signals.SignalRequest) -> None:
+        self._loop.call_now(partial(dump_stacks, self._workers, "SIGUSR2 was sent to the main process"))
 
     def _on_stop_signal(self, number: int) -> None:
         has_asked = self._stop_request.number is not None
         if number in self._stop_signals and not has_asked and self._ask_to_stop(number):
             self._stop_request.begin(number)
             if number == signal.SIGINT:
-                write_stderr(INTERRUPT_NOTICE)
+                write_stderr(signals.INTERRUPT_NOTICE)
         else:
             self._end_by(number)
 
@@ -418,22 +403,20 @@ class Supervisor:
             self.was_interrupted = True
         else:
             self._shutdown.ended_by = number
-        self._stop_or_kill()
+        if self._shutdown.has_begun:
+            self._kill_all()
+        else:
+            self._stop_all()
 
     def _ask_to_stop(self, number: int) -> bool:
         """Ask a rank that trains to stop with the others at a boundary; return whether there is one."""
         if self._shutdown.has_begun:
             return False  # all are told to end at once
-        asked = next((worker for worker in self._workers if worker.is_in_loop and not worker.has_ended), None)
-        if asked is not None:
-            self._send(asked, Kind.REQUEST, b"%d" % number)
-        return asked is not None
-
-    def _stop_or_kill(self) -> None:
-        if self._shutdown.has_begun:
-            self._kill_all()
-        else:
-            self._stop_all()
+        for worker in self._workers:
+            if worker.is_in_loop and not worker.has_ended:
+                self._send(worker, Kind.REQUEST, b"%d" % number)
+                return True
+        return False
 
     def _run(self) -> None:
         try:
@@ -481,15 +464,17 @@ class Supervisor:
 
     def _on_lost_channel(self, worker: SupervisedRank, process: StartedProcess) -> None:
         """Fail if a rank that runs cannot report any more; one that ends is reported with its exit status."""
-        is_in_job = self._job > 0 and worker.jobs_done < self._job
-        is_expected = worker.has_failed or worker.has_stopped or self._shutdown.has_begun
-        if is_in_job and not is_expected and process.has_memory():
+        is_in_job = worker.jobs_done < self._job
+        if is_in_job and not self._may_end(worker) and process.has_memory():
             self._on_broken_channel(worker, process.lost_channel)
+
+    def _may_end(self, worker: SupervisedRank) -> bool:
+        """Whether the end of a rank during the job is not a failure of its own."""
+        return worker.has_failed or worker.has_stopped or self._shutdown.has_begun
 
     def _on_broken_channel(self, worker: SupervisedRank, message: str) -> None:
         worker.has_failed = worker.has_left_job = True
-        facts = {"exception_type": "BrokenChannel", "exception_message": message}
-        self._on_failure(worker.record(**facts))
+        self._on_failure(worker.record(exception_type="BrokenChannel", exception_message=message))
 
     def _receive(self, worker: SupervisedRank, kind: Kind, payload: bytes) -> None:
         if kind is Kind.HELLO:
@@ -535,19 +520,15 @@ class Supervisor:
         if has_waited or worker.outgoing:
             self._loop.wait_writable(worker.sock, bool(worker.outgoing))
 
-    def _on_process_end(self, worker: SupervisedRank, events: int) -> None:
-        process = worker.process
-        if process is None:
-            return
+    def _on_process_end(self, worker: SupervisedRank, process: StartedProcess, events: int) -> None:
         self._loop.unregister(process)
         while worker.is_connected and worker.has_data():
             self._read(worker)
         worker.exit_status = process.wait()
         worker.has_ended = True
-        is_in_job = self._job > 0 and worker.jobs_done < self._job
-        is_expected = worker.has_failed or worker.has_stopped or self._shutdown.has_begun
+        is_in_job = worker.jobs_done < self._job
         status = worker.exit_status or 0  # an unknown one is good where the rank has done its part
-        if (status != 0 or is_in_job) and not is_expected:
+        if (status != 0 or is_in_job) and not self._may_end(worker):
             self._on_early_end(worker, worker.phase(is_in_job))
         elif status < 0 and not (process.was_killed or worker.has_failed):
             self._failures.add_late(worker.end(worker.phase(is_in_job)))
@@ -585,15 +566,13 @@ class Supervisor:
         if self._settled.is_set():
             return
         if self._shutdown.has_begun:
-            if all(worker.has_left(self._job) for worker in self._workers):
-                self._settle()
-        elif self._job > 0 and all(worker.jobs_done >= self._job for worker in self._workers):
-            if not self._has_to_exit or self.all_ended():
-                self._settle()
-            else:
+            is_over = all(worker.has_left(self._job) for worker in self._workers)
+        else:
+            is_done = self._job > 0 and all(worker.jobs_done >= self._job for worker in self._workers)
+            is_over = is_done and (not self._has_to_exit or self.all_ended())
+            if is_done and not is_over:
                 self._stalls.expect_exit()
-
-    def _settle(self) -> None:
-        self._loop.cancel_deadline()
-        self._time_limit.end()
-        self._settled.set()
+        if is_over:
+            self._loop.cancel_deadline()
+            self._time_limit.end()
+            self._settled.set()

@@ -5,7 +5,6 @@ A re-run script imports this module before torch.
 
 from __future__ import annotations
 
-import atexit
 import multiprocessing
 import os
 import pickle
@@ -23,10 +22,11 @@ from rankwise.failures.classify import start_exception_chain
 from rankwise.launchers import script_place
 from rankwise.launchers.channel import Kind, RankChannel
 from rankwise.launchers.context import ContextDescription, Entry, RankRun, WorkerContext
+from rankwise.launchers.script_place import RunningScript
 from rankwise.monitoring.heartbeat import LEAVING, report_phase, write_heartbeat_to
 from rankwise.monitoring.stacks import write_stacks_on_signal
 from rankwise.processes import parent_death
-from rankwise.processes.exit_codes import exit_now
+from rankwise.processes.exit_codes import call_at_exit, exit_now
 from rankwise.processes.signals import StoppedBySignal, ignore_interrupts_in_workers
 from rankwise.processes.started_process import is_suspended
 from rankwise.ranks import RankInfo
@@ -36,8 +36,7 @@ from rankwise.stores.values import decoded
 if TYPE_CHECKING:
     from rankwise.processes.memory_file import Descriptor
 
-# How often to check, within its time limit, whether the main process is suspended.
-_CHECKS = 8
+_CHECKS = 8  # within its time limit, of whether the main process is suspended
 
 
 @final
@@ -89,8 +88,7 @@ def run_worker(
 ) -> None:
     """Run a job's function as a rank; return after success, and after a stop at the supervisor's request.
 
-    `pack_value` takes the function's return value; `on_failure` takes its exception, and returns the exit
-    code.
+    `pack_value` takes the return value; `on_failure` takes the exception, and returns the exit code.
     """
     try:
         worker.run(spec.run, finish=pack_value)
@@ -103,7 +101,7 @@ def run_worker(
 
 @final
 @dataclass
-class InheritedContext:
+class InheritedContext(RunningScript):
     """The rank of a re-run script: the state that its jobs share, the file for values, its jobs so far."""
 
     ranks: RankInfo
@@ -114,20 +112,14 @@ class InheritedContext:
     jobs: int = 0
     pid: int = field(default_factory=os.getpid)  # a process that this one forks is not the rank
 
-    def context_between_jobs(self) -> WorkerContext:
-        """Return the context of this rank between two jobs."""
-        return WorkerContext(self.ranks, address=self.address, channel=self.channel, job=0)
-
     @contextmanager
     def running(self, timeout_s: float | None) -> Iterator[RankRun]:
-        """Run one job, as this rank in the block, until it is over on every rank.
+        """Run one job, as this rank in the block, until it is over on every rank; see `_wait_until_over`.
 
-        `timeout_s` is for `_wait_until_over`. After a failure this raises `SystemExit`: the main process
-        raises the exception.
+        After a failure this raises `SystemExit`: the main process raises the exception.
         """
         self.jobs += 1
-        if self.jobs == 1:
-            atexit.register(report_phase, LEAVING)
+        call_at_exit(report_phase, LEAVING)
         worker = WorkerContext(self.ranks, self.variables, self.address, channel=self.channel, job=self.jobs)
 
         def finish(value: object) -> None:
@@ -154,7 +146,6 @@ def attach(description: str) -> None:
     """Become the worker that `describe_context` described: this process ends when the main process does.
 
     Does nothing in a program that such a worker has started, which has the variable, but not the channel.
-
     Mutates: the handler of SIGINT, which the main process handles; and, when `rankwise.seed` is imported, the
     random state.
     """
@@ -169,9 +160,8 @@ def attach(description: str) -> None:
         os.set_inheritable(descriptor, False)
     start.main_random_state = partial(_random_state_in, found.values)
     channel = open_channel(socket.socket(fileno=found.channel), found.heartbeat)
-    script_place.running = InheritedContext(
-        found.ranks, found.variables, found.address, channel, found.values
-    )
+    own = (found.ranks, found.variables, found.address)
+    script_place.running = InheritedContext(*own, channel, found.values)
 
 
 def _random_state_in(values: int) -> Any:

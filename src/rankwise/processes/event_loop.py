@@ -34,8 +34,7 @@ class EventLoop:
 
     def __init__(self) -> None:
         self._timers: list[_Timer] = []
-        self._due_s = math.inf  # when the first of them, or the deadline, is due
-        self._deadline: tuple[float, Callable[[], None]] | None = None
+        self._deadline = _Timer(math.inf, math.inf, self.stop)  # due once, when `call_later` says
         self._pending: deque[Callable[[], None]] = deque()
         self._is_running = True
         self._thread_id: int | None = None
@@ -67,25 +66,21 @@ class EventLoop:
 
     @property
     def has_deadline(self) -> bool:
-        """Whether `call_later` has a call to make."""
-        return self._deadline is not None
+        """Whether a call of `call_later` is to come."""
+        return self._deadline.due_s < math.inf
 
     def call_every(self, interval_s: float, call: Callable[[], None]) -> None:
         """Call in intervals, late where the process was suspended; never, if the interval is infinite."""
-        if interval_s == math.inf:
-            return
-        timer = _Timer(time.monotonic() + interval_s, interval_s, call)
-        self._timers.append(timer)
-        self._due_s = min(self._due_s, timer.due_s)
+        if interval_s != math.inf:
+            self._timers.append(_Timer(time.monotonic() + interval_s, interval_s, call))
 
     def call_later(self, seconds: float, call: Callable[[], None]) -> None:
         """Call in so many seconds, in place of what an earlier `call_later` would call."""
-        self._deadline = (time.monotonic() + seconds, call)
-        self._due_s = min(self._due_s, self._deadline[0])
+        self._deadline.due_s, self._deadline.call = time.monotonic() + seconds, call
 
     def cancel_deadline(self) -> None:
         """Do not make the call of `call_later`."""
-        self._deadline = None
+        self._deadline.due_s = math.inf
 
     def call_soon(self, call: Callable[[], None]) -> None:
         """Call in the loop's thread. Runs on: any thread."""
@@ -108,7 +103,8 @@ class EventLoop:
         """Call back until `stop` is called."""
         self._thread_id = threading.get_ident()
         while self._is_running:
-            ready = self._selector.select(min(max(0.0, self._due_s - time.monotonic()), _LONGEST_WAIT_S))
+            due_s = min(timer.due_s for timer in (self._deadline, *self._timers))
+            ready = self._selector.select(min(max(0.0, due_s - time.monotonic()), _LONGEST_WAIT_S))
             for key, _ in ready:
                 if key.data is None:  # signals and pending calls come first
                     self._run_pending()
@@ -116,8 +112,10 @@ class EventLoop:
             for key, events in ready:
                 if key.data is not None:
                     key.data(events)
-            if time.monotonic() >= self._due_s:
-                self._run_timers()
+            for timer in (self._deadline, *self._timers):
+                if time.monotonic() >= timer.due_s:
+                    timer.due_s = time.monotonic() + timer.interval_s
+                    timer.call()
 
     def close(self) -> None:
         """Close the descriptors, after `run` has returned. Do not use `call_soon` afterwards."""
@@ -134,20 +132,6 @@ class EventLoop:
         if self._pending:
             self._wake_up()
 
-    def _run_timers(self) -> None:
-        """Make the calls that are due, and note when the next one is."""
-        if self._deadline is not None and time.monotonic() >= self._deadline[0]:
-            call = self._deadline[1]
-            self._deadline = None
-            call()
-        for timer in self._timers:
-            if time.monotonic() >= timer.due_s:
-                timer.due_s = time.monotonic() + timer.interval_s
-                timer.call()
-        self._due_s = math.inf if self._deadline is None else self._deadline[0]
-        for timer in self._timers:
-            self._due_s = min(self._due_s, timer.due_s)
-
     def _wake_up(self) -> None:
         with suppress(OSError):  # full: the thread is about to look anyway; closed in a forked process
             self._wake.send(b"\0")
@@ -155,10 +139,7 @@ class EventLoop:
 
 @contextmanager
 def signals_delivered_in_thread() -> Iterator[None]:
-    """Deliver signals in the block even while the main thread is blocked in C code.
-
-    Starts a thread only where no event loop runs in this process.
-    """
+    """Deliver signals in the block, also while C code blocks the main thread, by an event loop's thread."""
     if ROUTER.has_reader:
         yield
         return

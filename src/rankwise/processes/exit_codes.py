@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import signal
 import sys
@@ -14,20 +16,23 @@ from types import TracebackType
 from typing import Any, NoReturn, final
 
 from rankwise.errors import WorkerError, WorkerExitedError, WorkerKilledError
+from rankwise.processes.signals import frames_from
 from rankwise.time_limit import call_with_limit
 
 _STDERR_TIMEOUT_S = 0.2
 LAST_LINES_TIMEOUT_S = 5.0
 """How long to wait for a reader of stderr before the process ends anyway."""
 
+call_at_exit = functools.cache(atexit.register)
+"""Register an exit hook, once: Python keeps the place of one that is unregistered."""
+
 _writing: threading.Thread | None = None
 
 
 def write_stderr(text: str, timeout_s: float = _STDERR_TIMEOUT_S) -> None:
-    """Write a text to stderr, in a thread of its own.
+    """Write a text to stderr, in a thread of its own, if stderr is open.
 
-    Does nothing if stderr is closed or has no reader. If the reader takes longer than `timeout_s`, the text
-    is written later, and other texts are dropped until then.
+    If its reader takes longer than `timeout_s`, it is written later; other texts are dropped until then.
     """
     global _writing
     if _writing is not None and _writing.is_alive():
@@ -44,11 +49,9 @@ def write_stderr(text: str, timeout_s: float = _STDERR_TIMEOUT_S) -> None:
 
 
 def _write(text: str) -> None:
-    try:
+    with suppress(Exception):  # stderr may be None, closed, without a reader, or the user's own code
         sys.stderr.write(text)
         sys.stderr.flush()
-    except Exception:  # noqa: BLE001  stderr may be None, closed, without a reader, or the user's own code
-        return
 
 
 def exit_now(code: int) -> NoReturn:
@@ -91,10 +94,10 @@ def _report_in_child(error: BaseException) -> int:
     """Print an exception as the interpreter does; return its exit code."""
     if not isinstance(error, SystemExit):
         sys.excepthook(type(error), error, error.__traceback__)
-        return _FAILURE
-    if error.code is None or isinstance(error.code, int):
+    elif error.code is None or isinstance(error.code, int):
         return (error.code or 0) & 0xFF
-    write_stderr(f"{error.code}\n")
+    else:
+        write_stderr(f"{error.code}\n")
     return _FAILURE
 
 
@@ -103,10 +106,7 @@ _THREADS = {"concurrent.futures.thread": "_threads_queues", "concurrent.futures.
 
 
 def end_pools() -> None:
-    """Let the pools of this forked process finish their work, then end their threads and processes.
-
-    Python's own exit hook would also join the threads of the parent's pools, which do not exist here.
-    """
+    """Let pools of this fork finish and end; Python's hook would also join threads of the parent's pools."""
     for name, its_threads in _THREADS.items():
         if (module := sys.modules.get(name)) is None:
             continue
@@ -155,10 +155,7 @@ def exit_code_kept() -> Iterator[None]:
 
 @final
 class _ExitCodeHook:
-    """A `sys.excepthook` that calls the previous one and then, for one error, exits with its code.
-
-    CPython treats a `SystemExit` that a hook raises like the script's own.
-    """
+    """A `sys.excepthook` that calls the one before, and for one error raises `SystemExit`: CPython obeys."""
 
     def __init__(self, error: WorkerError, before: _Hook) -> None:
         self._error = weakref.ref(error, self._restore)
@@ -172,24 +169,18 @@ class _ExitCodeHook:
             raise SystemExit(exit_code_of(value))
 
     def _restore(self, error: object) -> None:
+        hook: _Hook = self
         if sys.excepthook is self:
-            sys.excepthook = self._before_expired()
-
-    def _before_expired(self) -> _Hook:
-        before = self._before
-        while isinstance(before, _ExitCodeHook) and before._error() is None:
-            before = before._before
-        return before
+            while isinstance(hook, _ExitCodeHook) and hook._error() is None:
+                hook = hook._before
+            sys.excepthook = hook
 
 
 def is_hosted() -> bool:
     """Whether the main thread runs in a program that outlives errors, such as a notebook's kernel."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).partition(".")[0] in _HOSTS:
-            return True
-        frame = frame.f_back
-    return _is_interactive()
+    names = (str(each.f_globals.get("__name__")) for each in frames_from(frame))
+    return any(name.partition(".")[0] in _HOSTS for name in names) or _is_interactive()
 
 
 def _is_interactive() -> bool:

@@ -59,25 +59,15 @@ _PAUSE_SOFT = 1  # omp_pause_soft, OpenMP 5.0 section 3.6.1
 
 
 def pause_openmp() -> bool:
-    """End the threads of every loaded libgomp; return whether that succeeded.
-
-    libgomp starts them again at the next parallel region, here and in the child.
-    """
-    return all(_pause(library) for library in _loaded_libgomps())
-
-
-def _loaded_libgomps() -> set[str]:
+    """End the threads of each loaded libgomp, until the next parallel region; return whether it succeeded."""
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return set()  # no /proc, so no GNU/Linux: other OpenMP libraries survive a fork
+        return True  # no /proc, so no GNU/Linux: other OpenMP libraries survive a fork
     paths = {line.split(maxsplit=5)[5].strip() for line in maps.splitlines() if "libgomp" in line}
-    return {path for path in paths if path.startswith("/")}
-
-
-def _pause(library: str) -> bool:
+    libraries = [path for path in paths if path.startswith("/")]
     try:
-        return bool(ctypes.CDLL(library).omp_pause_resource_all(_PAUSE_SOFT) == 0)
+        return all(ctypes.CDLL(path).omp_pause_resource_all(_PAUSE_SOFT) == 0 for path in libraries)
     except (OSError, AttributeError):
         return False
 
@@ -89,8 +79,7 @@ SET_BY_DYNAMO = "TORCHINDUCTOR_CACHE_DIR"
 def import_functional() -> None:
     """Import `torch.distributed.nn.functional`, as `torch._dynamo` or the first wrapper would.
 
-    Up to torch 2.8 the first import makes a temporary folder for modules that RPC generates. It is removed
-    at once: a process that is killed would leave it.
+    Up to torch 2.8 that makes a temporary folder, which is removed: a process that is killed would leave it.
     """
     from torch import distributed
 
@@ -105,10 +94,9 @@ def import_functional() -> None:
 
 
 def import_dynamo() -> None:
-    """Import the modules that the first optimizer or `DistributedDataParallel` would import, in 1 s.
+    """Import what the first optimizer or `DistributedDataParallel` would import, in 1 s; forks inherit it.
 
-    A fork inherits them. The import creates a folder for compiled code, which is removed again: each
-    compilation creates it if necessary.
+    The import creates a folder for compiled code, which is removed: a compilation creates it if necessary.
     """
     import_functional()
     is_set, is_new = SET_BY_DYNAMO in os.environ, "torch._dynamo" not in sys.modules

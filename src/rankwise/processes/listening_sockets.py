@@ -8,8 +8,9 @@ import socket
 import struct
 from collections.abc import Iterable
 from contextlib import suppress
-from functools import cache
 
+# Not Python's sockets: they make one non-blocking where the program has set a default timeout.
+_LIBC = ctypes.CDLL(None)
 _OPEN_FILES = "/proc/self/fd"
 # socket(7): Linux has them, and Python's module no name for the second one.
 _ACCEPTS = getattr(socket, "SO_ACCEPTCONN", 0)
@@ -43,17 +44,11 @@ def shut(descriptors: Iterable[int]) -> None:
     description = struct.pack("HP", 1, ctypes.addressof(program))
     for descriptor in descriptors:
         # Where a sandbox refuses this, they listen on.
-        _libc().setsockopt(descriptor, socket.SOL_SOCKET, _ATTACH_FILTER, description, len(description))
+        _LIBC.setsockopt(descriptor, socket.SOL_SOCKET, _ATTACH_FILTER, description, len(description))
 
 
 def _option(descriptor: int, option: int) -> int:
     """Return an option of a socket; 0 for other descriptors."""
     value, size = ctypes.c_int(0), ctypes.c_uint(ctypes.sizeof(ctypes.c_int))
-    _libc().getsockopt(descriptor, socket.SOL_SOCKET, option, ctypes.byref(value), ctypes.byref(size))
+    _LIBC.getsockopt(descriptor, socket.SOL_SOCKET, option, ctypes.byref(value), ctypes.byref(size))
     return value.value
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    # Not Python's sockets: they make one non-blocking where the program has set a default timeout.
-    return ctypes.CDLL(None)

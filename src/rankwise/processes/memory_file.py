@@ -15,18 +15,19 @@ import os
 import pickle
 import struct
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing import reduction
 from typing import Any, final
 
 import torch
+from torch import nn
 from torch.nn.utils import parametrize
 
-from rankwise.errors import text_of
-from rankwise.processes.parametrized_modules import reduced
+from rankwise.errors import NotPicklableError, text_of
 
 _HEADER = struct.Struct("!Q")
 _ALIGNMENT = 64
@@ -50,11 +51,11 @@ def create_memory_file() -> int:
 
 
 @final
+@dataclass(frozen=True)
 class Descriptor:
     """A file descriptor that a worker receives: inherited by a fork, duplicated where it is pickled."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    number: int
 
     def __reduce__(self) -> tuple[Callable[[Any], Descriptor], tuple[Any]]:
         return _receive_descriptor, (reduction.DupFd(self.number),)
@@ -116,16 +117,12 @@ class Unreadable(Exception):
 class Parts(dict[Any, Any]):
     """Values by name, each packed by itself; one that cannot be packed or read is an `Unreadable`.
 
-    The values, and modules and parameters in them, are the same objects where later parts refer to them, as
-    are tensors' storages.
+    Where later parts refer to values, or modules, parameters and storages in them, they are the same objects.
     """
 
 
 def pack(value: object, descriptor: int) -> None:
-    """Write a value; tensors that share a storage still do when it is read.
-
-    Raises the exceptions of pickling, except for values in `Parts`.
-    """
+    """Write a value, whose tensors may share storages; raise pickling's errors, except for `Parts`."""
     stream = io.BytesIO()
     pickler = _Pickler(stream)
     pickler.dump(value)
@@ -136,21 +133,17 @@ def pack(value: object, descriptor: int) -> None:
     with mmap.mmap(descriptor, 0) as memory:
         memory[_HEADER.size : _HEADER.size + len(pickled)] = pickled
         for offset, storage in pickler.storages:
-            target = torch.frombuffer(
-                memory, dtype=torch.uint8, count=storage.nbytes(), offset=start + offset
-            )
-            target.copy_(torch.empty(0, dtype=torch.uint8).set_(storage.cpu()))
+            source = torch.empty(0, dtype=torch.uint8).set_(storage.cpu())
+            target = torch.frombuffer(memory, dtype=torch.uint8, count=len(source), offset=start + offset)
+            target.copy_(source)
         memory[: _HEADER.size] = _HEADER.pack(len(pickled))
 
 
 def unpack(descriptor: int, *, copy: bool) -> Any:
-    """Read the value back.
+    """Read the value back; raise `EOFError` if no complete one was packed.
 
     Without `copy` its tensors lie in the file's memory, mapped privately: nothing is copied until it is
     written to, and the file must not be packed again.
-
-    Raises:
-        EOFError: when no complete value was packed.
     """
     size = os.fstat(descriptor).st_size
     if size < _HEADER.size:
@@ -238,10 +231,7 @@ class _Storages:
 
 
 class _Pickler(pickle.Pickler):
-    """Collect each storage once; pickle its offset in its place.
-
-    With `outer` it pickles a part of that pickler's value.
-    """
+    """Collect each storage once; pickle its offset in its place. With `outer`, pickle a part of its value."""
 
     def __init__(self, stream: io.IOBase, outer: _Pickler | None = None) -> None:
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
@@ -249,7 +239,7 @@ class _Pickler(pickle.Pickler):
             named = _sent_by_name.get()
             self.storages = _Storages()
             self._names: dict[int, Any] = {id(each): name for name, each in named.items()}
-            self._modules = {each for each in named.values() if isinstance(each, torch.nn.Module)}
+            self._modules = {each for each in named.values() if isinstance(each, nn.Module)}
             self._parts: list[object] = []  # kept alive, as `_names` has ids
         else:
             self.storages, self._names = outer.storages, outer._names
@@ -281,17 +271,17 @@ class _Pickler(pickle.Pickler):
         return self.storages.offset_of(storage), storage.nbytes(), dtype
 
     def reducer_override(self, obj: object) -> Any:
-        if isinstance(obj, torch.nn.Module) and parametrize.is_parametrized(obj):
-            return reduced(obj, pickle.HIGHEST_PROTOCOL)
+        if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
+            return _reduced(obj)
         return NotImplemented
 
 
-def _shared_parts(value: object, known: set[torch.nn.Module] | None = None) -> Iterator[tuple[str, object]]:
+def _shared_parts(value: object, known: set[nn.Module] | None = None) -> Iterator[tuple[str, object]]:
     """Yield the objects that later parts refer to, by names that the reader also uses.
 
     Modules that are `known` already are left out, with all that is in them; the others are known then.
     """
-    if isinstance(value, torch.nn.Module):
+    if isinstance(value, nn.Module):
         for path, module in value.named_modules(known, remove_duplicate=known is not None):
             yield path, module
             for name, parameter in module.named_parameters(recurse=False):
@@ -360,6 +350,99 @@ class _Unpickler(pickle.Unpickler):
         if dtype is None:
             return storage
         return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+ParametrizedClass = tuple[type[nn.Module], tuple[str, ...]]
+"""The class of a module before any parametrization, and the names of its parametrized tensors."""
+
+
+def kind_of(module: nn.Module) -> ParametrizedClass:
+    """Return a module's class, and its parametrized tensors."""
+    if not parametrize.is_parametrized(module):
+        return type(module), ()
+    parametrizations: Any = module.parametrizations
+    return parametrize.type_before_parametrizations(module), tuple(parametrizations)
+
+
+def set_kind(module: nn.Module, kind: ParametrizedClass) -> None:
+    """Give a module a class, in which some tensors are parametrized; its parts still have to be set."""
+    if kind_of(module) == kind:
+        return
+    module.__class__, names = kind
+    module._modules.pop("parametrizations", None)
+    for name in names:
+        for parts in (module._parameters, module._buffers, vars(module)):
+            parts.pop(name, None)
+        module.register_buffer(name, torch.empty(0))
+        parametrize.register_parametrization(module, name, nn.Identity(), unsafe=True)
+
+
+def _reduced(module: nn.Module) -> tuple[Any, ...]:
+    """Return the data with which pickle creates a parametrized module again."""
+    own, (base, names) = type(module), kind_of(module)
+    try:
+        module.__class__ = base
+        parts: Any = module.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    finally:
+        module.__class__ = own
+    make, arguments, *state = parts
+    return _rebuilt, (make, arguments, names), *state
+
+
+def _rebuilt(make: Callable[..., nn.Module], arguments: Iterable[Any], names: tuple[str, ...]) -> nn.Module:
+    module = make(*arguments)
+    if "_modules" not in vars(module):
+        nn.Module.__init__(module)
+    set_kind(module, (type(module), names))
+    return module
+
+
+_DEPTH = 20
+
+
+def pack_or_explain(value: object, descriptor: int, start_method: str, roots: Mapping[str, object]) -> None:
+    """Pack a value; `NotPicklableError` names the attribute of one of the `roots` that cannot be pickled."""
+    try:
+        pack(value, descriptor)
+    except Exception as error:  # noqa: BLE001  pickling runs the user's code
+        path, culprit = _find_culprit(roots.items(), set()) or ("what is launched", error)
+        reason = text_of(culprit).partition("\n")[0]
+        raise NotPicklableError(path=path, reason=reason, start_method=start_method) from None
+
+
+def _find_culprit(parts: Iterable[tuple[str, object]], seen: set[int]) -> tuple[str, Exception] | None:
+    """Return the path of the innermost part that cannot be pickled, and why; `seen` has those around it."""
+    for path, part in parts if len(seen) < _DEPTH else ():
+        error = pickling_error(part)
+        if error is not None and id(part) not in seen:
+            seen.add(id(part))
+            return _find_culprit(_parts_of(part, path), seen) or (path, error)
+    return None
+
+
+def _parts_of(value: object, path: str) -> Iterator[tuple[str, object]]:
+    """Yield the parts of a value with their paths."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield f"{path}[{key!r}]", part
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for index, part in enumerate(value):
+            yield f"{path}[{index}]", part
+    else:
+        for name, part in _state_of(value).items():
+            if name in ("_modules", "_parameters", "_buffers") and isinstance(part, Mapping):
+                yield from ((f"{path}.{key}", submodule) for key, submodule in part.items())
+            else:
+                yield f"{path}.{name}", part
+
+
+def _state_of(value: object) -> Mapping[str, object]:
+    try:
+        reduced = value.__reduce_ex__(2)
+    except Exception:  # noqa: BLE001  pickling runs the user's code
+        return getattr(value, "__dict__", {})
+    state = reduced[2] if isinstance(reduced, tuple) and len(reduced) > 2 else None
+    return state if isinstance(state, Mapping) else {}
 
 
 def pickling_error(value: object) -> Exception | None:

@@ -16,18 +16,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.hooks import RemovableHandle
-from typing_extensions import Self
 
 from rankwise.nested import map_tensors, walked
 from rankwise.processes.memory_file import (
     Parts,
     Unreadable,
     fingerprint,
+    kind_of,
     pickling_error,
     send_by_name,
     sent_by_name,
+    set_kind,
 )
-from rankwise.processes.parametrized_modules import kind_of, set_kind
 from rankwise.ranks import warn
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_trainer", "_compiled_call_impl"}
@@ -40,39 +40,25 @@ _KINDS = ("_modules", "_parameters", "_buffers")
 
 @final
 class KnownToCaller:
-    """The objects of a stage that the calling process also has.
-
-    Attributes:
-        module: the module.
-        owners: the objects that the stage may give other attributes, by the names that warnings have.
-        others: objects that are only sent by name.
-        named: all objects that are sent by name.
-    """
+    """The objects of a stage that the calling process also has, and `named`: all that are sent by name."""
 
     def __init__(self, module: nn.Module, owners: Mapping[str, object], others: Mapping[str, object]) -> None:
         self.module = module
-        self.owners, self.others = owners, others
-        self.named = {
-            **named_parts(module),
-            **others,
-            **{f"owner {name}": each for name, each in owners.items()},
-        }
+        self.owners = owners  # may be given other attributes by the stage; by the names that warnings have
+        self.others = others  # are only sent by name
+        by_owner = {f"owner {name}": each for name, each in owners.items()}
+        self.named = {**named_parts(module), **others, **by_owner}
 
 
 @final
 class StateBefore:
-    """These objects as they are when a stage starts in a worker process.
-
-    Attributes:
-        parts: the module's `named_parts`.
-        attributes: the attributes of its submodules and of the owners, by the object's id.
-    """
+    """These objects as they are when a stage starts in a worker process."""
 
     def __init__(self, known: KnownToCaller) -> None:
         self.known = known
         self.parts = named_parts(known.module)
         objects = [*known.module.modules(), *known.owners.values()]
-        self.attributes = {id(each): AttributesBefore(each, known.named) for each in objects}
+        self.attributes = {id(each): AttributesBefore(each, known.named) for each in objects}  # by the id
 
 
 @final
@@ -87,47 +73,32 @@ class ReturnedState:
         known = before.known
         send_by_name(known.named)
         present = set(map(id, known.module.modules()))
-        submodules = {
-            name: part
-            for name, part in before.parts.items()
-            if isinstance(part, nn.Module) and id(part) in present
-        }
-        self._values = Parts(
-            {name: _value_of(part) for name, part in before.parts.items() if isinstance(part, nn.Parameter)}
-        )
+        modules = {name: part for name, part in before.parts.items() if isinstance(part, nn.Module)}
+        submodules = {name: module for name, module in modules.items() if id(module) in present}
+        parameters = {name: part for name, part in before.parts.items() if isinstance(part, nn.Parameter)}
+        self._values = Parts({name: _value_of(parameter) for name, parameter in parameters.items()})
         self._members = {name: _Members(part) for name, part in submodules.items()}  # has all new submodules
+        owners = {**submodules, **known.owners}
         self._attributes = {
-            name: ObjectState(owner, before.attributes[id(owner)])
-            for name, owner in {**submodules, **known.owners}.items()
+            name: ObjectState(owner, before.attributes[id(owner)]) for name, owner in owners.items()
         }
         self._parts = Parts({name: captured(part) for name, part in parts.items()})
 
     def restore(self, known: KnownToCaller, give: Mapping[str, Callable[[Any], object]]) -> set[str]:
         """Give it to the calling process's objects: weights first; parameters stay the same objects.
 
-        A part that cannot be returned stays as it is, with a warning that names it.
-
-        Args:
-            known: the objects.
-            give: restores a part, by its name.
-
-        Returns:
-            The names of the other parts that could not be returned.
+        A part that cannot be returned stays as it is, with a warning that names it. `give` restores the other
+        parts, by their names. Returns the names of those that could not be returned.
         """
         parts: dict[str, Any] = named_parts(known.module)
         with _NotReturned() as lost:
             for name, value in self._values.items():
                 if value is not None:
-                    lost.unless(name, value, partial(_put, parts[name]))
+                    lost.unless(name, value, _put, parts[name])
             for name, members in self._members.items():
-                attributes = self._attributes[name]
-                give_all = partial(
-                    _Members.give_to, module=parts[name], name=name, lost=lost, attributes=attributes
-                )
-                lost.unless(name, members, give_all)
+                lost.unless(name, members, _Members.give_to, parts[name], name, lost, self._attributes[name])
             for name, owner in known.owners.items():
-                give_attributes = partial(ObjectState.give_to, owner=owner)
-                lost.unless(f"attributes of {name}", self._attributes[name], give_attributes)
+                lost.unless(f"attributes of {name}", self._attributes[name], ObjectState.give_to, owner)
             return {name for name, part in self._parts.items() if not lost.unless(name, part, give[name])}
 
 
@@ -155,7 +126,7 @@ class _NotReturned:
     def __init__(self) -> None:
         self._reasons: list[str] = []
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> _NotReturned:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -165,16 +136,12 @@ class _NotReturned:
                 f"where they stay as they are: {'; '.join(self._reasons)}.",
             )
 
-    def unless(self, name: str, value: Any, give: Callable[[Any], object]) -> bool:
-        """Call `give(value)`; note the name where the value could not be packed or read, or that raises.
-
-        Returns:
-            Whether the value was returned.
-        """
+    def unless(self, name: str, value: Any, give: Callable[..., object], *to: Any) -> bool:
+        """Return whether `give(value, *to)` succeeds; note the name, and why, if it or packing does not."""
         try:
             reason = value.reason if isinstance(value, Unreadable) else None
             if reason is None:
-                give(value)
+                give(value, *to)
         except Exception as error:  # noqa: BLE001  the user's classes load their own states
             reason = Unreadable.because_of(error).reason
         if reason is not None:
@@ -187,21 +154,16 @@ class _Members:
     """The parts of one submodule: its class, its submodules, parameters, buffers and some hooks."""
 
     def __init__(self, module: nn.Module) -> None:
+        self._parts = Parts({("class",): kind_of(module)})
+        for kind in _KINDS:
+            self._parts |= {(kind, name): each for name, each in getattr(module, kind).items()}
         hooks = enumerate(_reparametrizing_hooks(module).values())
-        members: dict[tuple[str, ...], Any] = {
-            (kind, name): each for kind in _KINDS for name, each in getattr(module, kind).items()
-        }
-        members |= {("hooks", f"hook {number}"): hook for number, hook in hooks}
-        self._parts = Parts({("class",): kind_of(module), **members})
+        self._parts |= {("hooks", f"hook {number}"): hook for number, hook in hooks}
         self._transient = module._non_persistent_buffers_set
         self._training = module.training
 
     def give_to(self, module: nn.Module, name: str, lost: _NotReturned, attributes: ObjectState) -> None:
-        """Give a module these parts and attributes.
-
-        Buffers stay the same objects, if their shape and dtype allow it. `name` is the module's, for what is
-        `lost`.
-        """
+        """Give the module of this name these parts and attributes; buffers stay the same objects."""
         readable: dict[tuple[str, ...], Any] = {}
         for key, value in self._parts.items():
             lost.unless(f"{name.strip()}.{key[-1]}", value, partial(readable.__setitem__, key))
@@ -240,7 +202,7 @@ def _value_of(parameter: nn.Parameter) -> tuple[Tensor, bool] | None:
     return None if is_empty else (parameter.detach(), parameter.requires_grad)
 
 
-def _put(parameter: nn.Parameter, new: tuple[Tensor, bool]) -> None:
+def _put(new: tuple[Tensor, bool], parameter: nn.Parameter) -> None:
     """Set a parameter, in place if its shape and dtype allow it."""
     value, requires_grad = new
     if isinstance(parameter, UninitializedParameter):
@@ -267,20 +229,16 @@ def _replace(owner: nn.Module, mapping: dict[str, Any], new: dict[str, Any]) -> 
 
 @final
 class AttributesBefore:
-    """The plain attributes of an object before a stage, to find the ones that the stage changes.
-
-    `named` are the objects that are sent by name.
-    """
+    """The plain attributes of an object before a stage, to find the ones that the stage changes."""
 
     def __init__(self, owner: object, named: Mapping[str, object]) -> None:
         self.values = dict(vars(owner))
-        plain = {
-            name: value
-            for name, value in self.values.items()
-            if name not in _OF_TORCH and not isinstance(value, (*_CONSTANTS, *_STAY_THERE))
-        }
         with sent_by_name(named):
-            self._known = {name: _known(value) for name, value in plain.items()}
+            self._known = {
+                name: _known(value)
+                for name, value in self.values.items()
+                if name not in _OF_TORCH and not isinstance(value, (*_CONSTANTS, *_STAY_THERE))
+            }
 
     def has_changed(self, name: str, value: Any) -> bool:
         """Return whether an attribute, or something in it, has changed since then."""
@@ -294,10 +252,7 @@ class AttributesBefore:
 
 
 def _known(value: Any) -> tuple[object, list[object]]:
-    """Return a token that changes when a value does, and the items in its containers.
-
-    The token is a digest, or without one the ids of the items.
-    """
+    """Return a token that changes when a value does, a digest or ids, and the items in its containers."""
     digest = None if _holds_data(value) else fingerprint(value)
     held = [] if digest else list(walked(value, _items))
     return digest or list(map(id, held)), held
@@ -325,8 +280,7 @@ class ObjectState:
     def give_to(self, owner: object, *, removes: bool = True) -> None:
         """Give an object these attributes; with `removes`, delete the ones that the stage has deleted.
 
-        Raises:
-            Unreadable: at the end, for attributes that could not be packed or read, which stay as they are.
+        At the end this raises `Unreadable` for those that could not be packed or read: they stay as they are.
         """
         attributes = vars(owner)
         for name in self._removed if removes else ():
@@ -358,8 +312,7 @@ def _sendable(value: Any, is_old: Callable[[Any], bool]) -> Any:
     error = None if has_data else pickling_error(value)
     if not has_data and error is None:
         return value
-    parts = _parts(value)
-    if parts is None:
+    if (parts := _parts(value)) is None:
         return _KEPT if error is None or is_old(value) else Unreadable.because_of(error)
     items = {key: _sendable(item, is_old) for key, item in parts.items()}
     return _SomeItems([*parts], Parts({key: item for key, item in items.items() if item is not _KEPT}))

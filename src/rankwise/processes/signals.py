@@ -1,4 +1,4 @@
-"""Signals: the router that delivers them to subscribers, and SIGINT in workers."""
+"""Signals: the router that delivers them to subscribers, SIGINT in workers, interrupting a rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ DEBOUNCE_S = 2.0
 _CHUNK = 1 << 12
 _SIGACTION_SIZE = 512  # more than a `struct sigaction` has on any platform
 _CAN_TELL_SENDER = "sigwaitinfo" in signal.__dict__  # not on macOS
-
+_REPEAT_S = 0.05
+# When the exception counts as lost: caught by an `except:`, or raised where Python ignores exceptions.
+_LOST_S = 1.0
 
 INTERRUPT_NOTICE = "rankwise: training stops at the end of this step. Ctrl-C again ends it at once.\n"
 """Printed at the first Ctrl-C while ranks train."""
@@ -39,18 +41,13 @@ class StoppedBySignal(BaseException):
     """Raised on every rank after training has stopped for a signal: checkpoint saved, at the same step.
 
     `stopped_by` returns one that is also a `SystemExit` or a `KeyboardInterrupt`.
-
-    Attributes:
-        signal_number: the signal.
-        value: on a rank that a launcher has started: its return value.
-        values: in the launching process: the return values of this node's ranks, by global rank.
     """
 
     def __init__(self, signal_number: int, *args: object) -> None:
         super().__init__(*args)
         self.signal_number = signal_number
-        self.value: Any = None
-        self.values: dict[int, Any] = {}
+        self.value: Any = None  # on a rank that a launcher has started: its return value
+        self.values: dict[int, Any] = {}  # in the launching process: of this node's ranks, by global rank
 
 
 @final
@@ -188,10 +185,9 @@ class SignalRouter:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        subscription = _Subscription(
-            frozenset(numbers), callback, in_main_thread, is_debounced, is_default_action
-        )
-        handled = subscription.numbers if sets_handler else frozenset()
+        signals = frozenset(numbers)
+        subscription = _Subscription(signals, callback, in_main_thread, is_debounced, is_default_action)
+        handled = signals if sets_handler else frozenset()
         before = {number: signal.getsignal(number) for number in handled}
         before = {number: old for number, old in before.items() if old is signal.SIG_DFL or callable(old)}
         with self._lock:
@@ -325,10 +321,8 @@ class SignalRouter:
             self._block_until_rank_exits(replaced)
 
     def _block_until_rank_exits(self, numbers: set[int]) -> None:
-        """Ignore signals to the process group in a DataLoader worker, but obey SIGTERM from its rank.
-
-        The rank needs its data until it reaches a boundary: torch raises in it when a worker has gone.
-        """
+        """Ignore signals to the process group in a DataLoader worker, but obey SIGTERM from its rank."""
+        # The rank needs its data until it reaches a boundary: torch raises in it when a worker has gone.
         if not _CAN_TELL_SENDER:
             numbers = numbers - {signal.SIGTERM}
         self._blocked = numbers
@@ -365,12 +359,8 @@ def _set_wakeup(sock: socket.socket) -> int:
 
 def _is_forked_by_data_loader() -> bool:
     loading = sys.modules.get("torch.utils.data.dataloader")
-    frame: FrameType | None = sys._getframe()
-    while loading is not None and frame is not None:
-        if frame.f_globals is vars(loading):
-            return True
-        frame = frame.f_back
-    return False
+    frames = frames_from(sys._getframe())
+    return loading is not None and any(each.f_globals is vars(loading) for each in frames)
 
 
 def _exit_on_parents_sigterm() -> None:
@@ -397,18 +387,11 @@ def interrupts_blocked() -> Iterator[None]:
 
 
 def ignore_interrupts_in_workers() -> None:
-    """Ignore SIGINT in this worker: the main process handles it. Signals of a fork do not wake that process.
-
-    A handler, not SIG_IGN, which processes that the worker executes would inherit.
-    """
+    """Leave SIGINT to the main process, in this worker; signals of a fork do not wake that process."""
     if threading.current_thread() is threading.main_thread():
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGINT, _nothing)
+        signal.signal(signal.SIGINT, lambda *_: None)  # not SIG_IGN, which programs that it executes inherit
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
-def _nothing(signum: int, interrupted: FrameType | None) -> None:
-    pass
 
 
 @contextmanager
@@ -439,3 +422,83 @@ def exit_by_signal(number: int) -> None:
     set_handler.restype = ctypes.c_void_p
     set_handler(number, None)  # SIG_DFL
     os.kill(os.getpid(), number)
+
+
+@final
+class JobStopped(BaseException):
+    """Raised in the main thread of a rank after STOP from the supervisor; `finally` blocks run."""
+
+
+@final
+class Interruptible:
+    """A block of the main thread, and of no other, that another thread can end, by `interrupt`.
+
+    Mutates: the handler of one free real-time signal, restored on exit.
+    """
+
+    def __init__(self) -> None:
+        self._signal: int | None = None
+        self._lock = threading.Lock()  # held while a signal is sent, and at the end of the block
+        self._left = threading.Event()
+        self._is_leaving = False
+        self._raised_s = -math.inf
+        self._handled_before: BaseException | None = None
+        self._thread_id = threading.get_ident()
+
+    def __enter__(self) -> Interruptible:
+        # The caller, or the process that has forked this one, may be in an `except` or `finally` block.
+        self._handled_before = sys.exc_info()[1]
+        if threading.current_thread() is threading.main_thread():
+            self._signal = _free_signal()
+        if self._signal is not None:
+            signal.signal(self._signal, self._raise)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._is_leaving = True
+        self._handled_before = None  # its frames keep the caller's objects alive
+        with self._lock:
+            self._left.set()
+        if self._signal is not None:
+            # Ignored first: the default action for a signal that is under way would end the process.
+            signal.signal(self._signal, signal.SIG_IGN)
+            signal.signal(self._signal, signal.SIG_DFL)
+
+    def interrupt(self) -> None:
+        """Raise in the block, again and again until it has ended. Runs on: another thread."""
+        if self._signal is None:
+            return
+        while not self._left.wait(_REPEAT_S if self._raised_s == -math.inf else _LOST_S):
+            with self._lock:
+                if not self._left.is_set():
+                    signal.pthread_kill(self._thread_id, self._signal)
+
+    def _raise(self, signum: int, interrupted: FrameType | None) -> None:
+        has_just_raised = time.monotonic() - self._raised_s < _LOST_S
+        if self._is_leaving or has_just_raised or self._must_not_raise(interrupted):
+            return
+        self._raised_s = time.monotonic()
+        __tracebackhide__ = True  # from pytest's reports, which end where the rank was stopped
+        raise JobStopped
+
+    def _must_not_raise(self, interrupted: FrameType | None) -> bool:
+        if interrupted is not None and interrupted.f_code is Interruptible.__exit__.__code__:
+            return True  # at its very first instruction
+        is_cleaning_up = sys.exc_info()[1] is not self._handled_before  # in an `except` or `finally` block
+        # Python ignores an exception in a __del__.
+        return is_cleaning_up or any(each.f_code.co_name == "__del__" for each in frames_from(interrupted))
+
+
+def _free_signal() -> int | None:
+    if "SIGRTMIN" in signal.__dict__:
+        candidates = range(int(signal.SIGRTMIN), int(signal.SIGRTMAX) + 1)
+    else:  # macOS has no real-time signals
+        candidates = range(int(signal.SIGUSR1), int(signal.SIGUSR2) + 1)
+    return next((number for number in candidates if signal.getsignal(number) is signal.SIG_DFL), None)
+
+
+def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame, if there is one, and all that have called it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -38,33 +38,14 @@ def is_suspended(pid: int) -> bool:
     return status.rpartition(")")[2].split()[0] in "Tt"
 
 
-def has_memory(pid: int) -> bool:
-    """Whether a process runs a program: while it ends, its memory goes before its descriptors are closed."""
-    try:
-        os.readlink(f"/proc/{pid}/exe")  # noqa: PTH115  a path that may not exist
-    except PermissionError:  # a program of another user
-        return True
-    except OSError:  # or this is not Linux
-        return False
-    return True
-
-
 class StartedProcess(ABC):
-    """A process that was started from here, and that ends with this one.
+    """A process that was started from here, and that ends with this one."""
 
-    Attributes:
-        pid: its id on its host; 0 as long as it is unknown.
-        host: its host; empty as long as it is unknown.
-        was_killed: whether `kill` was called.
-        is_here: whether it can be given signals and looked up in /proc.
-        lost_channel: why its channel may be closed while it runs.
-    """
-
-    pid: int
-    host: str = ""
-    was_killed: bool = False
-    is_here: bool = True
-    lost_channel: str = (
+    pid: int  # on its host; 0 as long as it is unknown
+    host: str = ""  # empty as long as it is unknown
+    was_killed: bool = False  # whether `kill` was called
+    is_here: bool = True  # whether it can be given signals and looked up in /proc
+    lost_channel: str = (  # why its channel may be closed while it runs
         "its process runs, but its channel is closed: it has replaced itself by another program "
         "(os.exec...), or closed a descriptor that it has not opened"
     )
@@ -75,10 +56,7 @@ class StartedProcess(ABC):
 
     @abstractmethod
     def wait(self) -> int | None:
-        """Return the exit status of the process, which has ended; None if unknown.
-
-        A negative one is the signal that ended it.
-        """
+        """Return the exit status of the process, which has ended, -n for signal n; None if unknown."""
 
     @abstractmethod
     def kill(self) -> None:
@@ -151,7 +129,12 @@ class LocalProcess(StartedProcess):
         return is_suspended(self.pid)
 
     def has_memory(self) -> bool:
-        return has_memory(self.pid)
+        """Whether it runs a program: while it ends, its memory goes before its descriptors are closed."""
+        try:
+            os.readlink(f"/proc/{self.pid}/exe")  # noqa: PTH115  a path that may not exist
+        except OSError as error:  # or this is not Linux
+            return isinstance(error, PermissionError)  # a program of another user
+        return True
 
     def close(self) -> None:
         """Close the descriptors; the process must have been reaped."""
@@ -164,7 +147,9 @@ class LocalProcess(StartedProcess):
         try:
             return os.pidfd_open(self.pid)
         except ProcessLookupError:  # a forkserver's child may have ended, and been reaped, already
-            return _readable_descriptor()
+            read_end, write_end = os.pipe()  # readable, as its other end is closed
+            os.close(write_end)
+            return read_end
 
     def _watch_in_thread(self) -> int:
         # Without pidfds (macOS, older kernels, some sandboxes) a thread waits, and writes to a pipe. Closing
@@ -249,9 +234,3 @@ def _has_forkserver() -> bool:
         return pid is not None and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     except ChildProcessError:
         return False
-
-
-def _readable_descriptor() -> int:
-    read_end, write_end = os.pipe()
-    os.close(write_end)
-    return read_end

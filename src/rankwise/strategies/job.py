@@ -33,8 +33,14 @@ from rankwise.process_group.lone_calls import collectives_refused_after_failure,
 from rankwise.processes.event_loop import signals_delivered_in_thread
 from rankwise.processes.exit_codes import forked_children_exit
 from rankwise.processes.fork_safety import SET_BY_DYNAMO
-from rankwise.processes.interrupt import JobStopped
-from rankwise.processes.signals import ROUTER, SignalRequest, StoppedBySignal, ended_by, exit_by_signal
+from rankwise.processes.signals import (
+    ROUTER,
+    JobStopped,
+    SignalRequest,
+    StoppedBySignal,
+    ended_by,
+    exit_by_signal,
+)
 from rankwise.ranks import is_in_rank_zero_section
 from rankwise.strategies.config import GroupConfig
 from rankwise.strategies.module_wrapping import WrappedModules

@@ -22,7 +22,7 @@ from torch import nn
 
 from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
 from rankwise.errors import CheckpointError
-from rankwise.processes.interrupt import JobStopped
+from rankwise.processes.signals import JobStopped
 from tests.helpers.own_process import signal_handled
 from tests.helpers.refusals import refused
 

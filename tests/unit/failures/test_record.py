@@ -20,7 +20,7 @@ from rankwise.errors import (
 )
 from rankwise.failures.classify import is_of_user_code, mark_propagated
 from rankwise.failures.record import FailureRecord, first_cause
-from rankwise.processes.interrupt import JobStopped
+from rankwise.processes.signals import JobStopped
 from rankwise.ranks import RankInfo
 
 RANKS = RankInfo(3, 1, 1, 4, 2, 2)

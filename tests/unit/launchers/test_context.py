@@ -13,8 +13,7 @@ from rankwise.errors import ConfigurationError
 from rankwise.failures.record import FailureRecord
 from rankwise.launchers.channel import Kind, RankChannel
 from rankwise.launchers.context import RankRun, WorkerContext, torchrun_variables
-from rankwise.processes.interrupt import JobStopped
-from rankwise.processes.signals import stopped_by
+from rankwise.processes.signals import JobStopped, stopped_by
 from rankwise.ranks import RankInfo
 from tests.unit.launchers.supervised import LIMIT_S, LOST_PEER, Ends, Supervise
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from rankwise.processes import interrupt
-from rankwise.processes.interrupt import Interruptible, JobStopped
+from rankwise.processes import signals
+from rankwise.processes.signals import Interruptible, JobStopped
 
 LONG_S = 60.0
 
@@ -50,7 +50,7 @@ def test_a_sleep_is_left() -> None:
 
 def test_a_finally_block_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cleaning up is not disturbed, however long it takes."""
-    monkeypatch.setattr(interrupt, "_LOST_S", 0.1)
+    monkeypatch.setattr(signals, "_LOST_S", 0.1)
     is_clean = False
     with interrupted() as cut:
         try:
@@ -64,7 +64,7 @@ def test_a_finally_block_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_exception_that_was_swallowed_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a bare `except:` nor a weak reference's callback makes the main thread deaf."""
-    monkeypatch.setattr(interrupt, "_LOST_S", 0.1)
+    monkeypatch.setattr(signals, "_LOST_S", 0.1)
     lost: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", lost.append)
 

@@ -7,13 +7,9 @@ from typing import TYPE_CHECKING
 from rankwise.start import lazy_names
 
 if TYPE_CHECKING:
-    from rankwise.launchers.commands.launcher import CommandLauncher
-    from rankwise.launchers.commands.process import CommandProcess
+    from rankwise.launchers.commands.launcher import CommandLauncher, CommandProcess
 
-_HOMES = {
-    "rankwise.launchers.commands.launcher": "CommandLauncher",
-    "rankwise.launchers.commands.process": "CommandProcess",
-}
+_HOMES = {"rankwise.launchers.commands.launcher": "CommandLauncher CommandProcess"}
 
 __all__ = ["CommandLauncher", "CommandProcess"]
 

@@ -69,11 +69,7 @@ class Connection(NamedTuple):
 
 
 def connect(address: tuple[str, int], key: bytes, purpose: Purpose, global_rank: int) -> Connection:
-    """Connect this rank to the launching process.
-
-    Raises:
-        PeerAuthenticationError: when the other process does not have the key.
-    """
+    """Connect this rank to the launching process; raise `PeerAuthenticationError` if that lacks the key."""
     sock = socket.create_connection(address, _HANDSHAKE_S)
     try:
         return Connection(sock, _introduce(sock, key, purpose, global_rank))
@@ -141,8 +137,7 @@ def receive_file(sock: socket.socket, descriptor: int) -> None:
     (left,) = _SIZE.unpack(_receive(sock, _SIZE.size))
     with open(descriptor, "wb", closefd=False) as file:
         while left:
-            data = sock.recv(min(left, _CHUNK))
-            if not data:
+            if not (data := sock.recv(min(left, _CHUNK))):
                 raise EOFError("the connection was closed")
             file.write(data)
             left -= len(data)
@@ -151,8 +146,7 @@ def receive_file(sock: socket.socket, descriptor: int) -> None:
 def _receive(sock: socket.socket, size: int) -> bytes:
     data = b""
     while len(data) < size:
-        more = sock.recv(size - len(data))
-        if not more:
+        if not (more := sock.recv(size - len(data))):
             raise EOFError("the connection was closed")
         data += more
     return data

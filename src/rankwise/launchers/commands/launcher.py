@@ -1,44 +1,71 @@
-"""`CommandLauncher`: a function of the user starts a command for each rank, wherever it can."""
+"""`CommandLauncher`: a function of the user starts a command for each rank, which connects here."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import secrets
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from multiprocessing import spawn
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Protocol, final
 
 from rankwise.checks import check_callable, check_is_a, check_value
 from rankwise.environments.network import LOOPBACK, is_loopback, is_own_loopback_name
-from rankwise.errors import ConfigurationError, InvalidTypeError, LaunchRefusedError, text_of
+from rankwise.errors import (
+    ConfigurationError,
+    InvalidTypeError,
+    LaunchRefusedError,
+    PeerAuthenticationError,
+    ProcessGroupError,
+    text_of,
+)
+from rankwise.launchers import preconditions
+from rankwise.launchers.commands import connection
 from rankwise.launchers.commands import worker as worker_module
-from rankwise.launchers.commands.connection import RemoteJob
-from rankwise.launchers.commands.process import CommandProcess, SupervisedCommand
-from rankwise.launchers.commands.server import RankLink, RankServer
+from rankwise.launchers.commands.connection import Introduction, Purpose, RemoteJob
 from rankwise.launchers.context import Entry, Launcher, WorkerContext
 from rankwise.launchers.multiprocess import create_job, run_job
-from rankwise.launchers.preconditions import (
-    refuse_patched_threads,
-    refuse_removed_directory,
-    refuse_while_main_is_imported,
-    shortages_named,
-)
+from rankwise.launchers.script_place import count_launch
 from rankwise.launchers.supervisor import SupervisionOptions
 from rankwise.launchers.worker_group import WorkerGroup, WorkerLinks
 from rankwise.launchers.worker_main import JobSpec
-from rankwise.processes.command_line import count_launch
+from rankwise.processes import fork_safety
+from rankwise.processes.exit_codes import write_stderr
 from rankwise.processes.memory_file import Descriptor
+from rankwise.processes.parent_death import ParentDeathPipe
+from rankwise.processes.started_process import StartedProcess
 from rankwise.ranks import RankInfo
 from rankwise.start import JOB_KEY
 from rankwise.stores.sealed import job_key_of_environment
 
-Start = Callable[[list[str], dict[str, str], int], CommandProcess]
 _HIGHEST_PORT = 65535
+_SETTLE_S = 5.0  # between the end of a rank's connection and the return of its `wait`, whichever is first
+_GIVE_UP_S = 10.0  # between `kill` and the return of `wait`
+_CHUNK = 1 << 16
+_LOST_CONNECTION = (
+    "its process runs, as far as is known, but its connection is lost: its host or the network is down"
+)
+
+
+class CommandProcess(Protocol):
+    """What a function that starts a rank returns; `subprocess.Popen` is one."""
+
+    def wait(self) -> int | None:
+        """Wait until the process has ended; return its exit code, -n for signal n, or None if unknown."""
+
+    def kill(self) -> None:
+        """End the process, if it still runs."""
+
+
+Start = Callable[[list[str], dict[str, str], int], CommandProcess]
 
 
 @final
@@ -88,12 +115,12 @@ class CommandLauncher(Launcher):
     def launch(self, entry: Entry, described: Mapping[str, object], rendezvous: str) -> dict[int, Any]:
         """Start, run, collect the values; see `Launcher.launch`."""
         count_launch()
-        refuse_patched_threads()
-        refuse_removed_directory()
-        refuse_while_main_is_imported(self.start_method)
+        preconditions.refuse_patched_threads()
+        preconditions.refuse_removed_directory()
+        preconditions.refuse_while_main_is_imported(self.start_method)
         started_s = time.monotonic()
         with ExitStack() as cleanup:
-            with shortages_named(len(self.all_ranks)):
+            with preconditions.shortages_named(len(self.all_ranks)):
                 job = create_job(self.start_method, entry, described, cleanup)
                 key = job_key_of_environment() or secrets.token_hex(32).encode()
                 server = RankServer((self.address, self.port), key)
@@ -112,9 +139,11 @@ class CommandLauncher(Launcher):
         worker.supervisor_host = self.address
         if not isinstance(job.entry, Descriptor):
             raise TypeError(f"{job.entry!r} is not packed")
-        remote = RemoteJob(worker, _preparation(rank), job.start_method)
+        preparation = spawn.get_preparation_data(f"rankwise-{rank}")
+        preparation["authkey"] = bytes(preparation["authkey"])  # of a type that refuses to be pickled here
+        remote = RemoteJob(worker, preparation, job.start_method)
         link = RankLink(rank, remote, job.entry, links, self.options.init_timeout)
-        server.expect(rank, link)
+        server.links[rank] = link
         command = [sys.executable, "-m", worker_module.__name__, self.address, str(server.port), str(rank)]
         link.process.watch(self._started(command, {JOB_KEY: key}, rank))
         return link.process
@@ -127,17 +156,216 @@ class CommandLauncher(Launcher):
                 message=f"start() of global_rank={rank} raised {type(error).__name__}: {text_of(error)}",
                 remedy="the function that was given to CommandLauncher has to start the command.",
             ) from error
-        for method in ("wait", "kill"):
-            if not callable(getattr(process, method, None)):
-                raise InvalidTypeError(
-                    argument="start()",
-                    value=process,
-                    expected="it to return an object with wait() and kill(), such as subprocess.Popen",
-                )
+        if not all(callable(getattr(process, method, None)) for method in ("wait", "kill")):
+            expected = "it to return an object with wait() and kill(), such as subprocess.Popen"
+            raise InvalidTypeError(argument="start()", value=process, expected=expected)
         return process
 
 
-def _preparation(rank: int) -> dict[str, Any]:
-    """Return what a rank needs to import the main module, as multiprocessing's spawned processes do."""
-    found = spawn.get_preparation_data(f"rankwise-{rank}")
-    return {**found, "authkey": bytes(found["authkey"])}  # of a type that refuses to be pickled here
+@final
+class SupervisedCommand(StartedProcess):
+    """A rank's process, which has ended when its `wait` has returned and its channel is read to the end."""
+
+    is_here = False
+
+    def __init__(self, global_rank: int, parent_pipe: ParentDeathPipe, on_kill: Callable[[], None]) -> None:
+        self.pid = 0
+        self.is_connected = False  # whether the rank has connected its channel
+        self._global_rank = global_rank
+        self._parent_pipe = parent_pipe
+        self._on_kill = on_kill
+        self._has_returned, self._is_drained = threading.Event(), threading.Event()
+        self._ending = threading.Lock()
+        self._read_end = self._write_end = -1
+        self._status: int | None = None
+
+    def watch(self, process: CommandProcess) -> None:
+        """Wait, in a thread, for the end of the process that was started."""
+        self._process = process
+        self._read_end, self._write_end = os.pipe()
+        threading.Thread(target=self._wait, name="rankwise-wait", daemon=True).start()
+
+    def _wait(self) -> None:
+        status = None
+        try:
+            status = self._process.wait()
+        except Exception as error:  # noqa: BLE001  the user's code
+            self._report(f"wait() raised {type(error).__name__}: {text_of(error)}")
+        self._has_returned.set()
+        if self.is_connected and not self._is_drained.wait(_SETTLE_S):
+            self._on_kill()  # what runs there is no longer supervised
+        self._end(status)
+
+    def _end(self, status: int | None) -> None:
+        with self._ending:
+            if self._write_end >= 0:
+                self._status = status
+                os.write(self._write_end, b"\0")  # closing is not enough: see `LocalProcess`
+                os.close(self._write_end)
+                self._write_end = -1
+
+    def wait_after_channel(self) -> None:
+        """Wait a little for the end of the process, as its channel has been read to the end."""
+        self._is_drained.set()
+        self._has_returned.wait(_SETTLE_S)
+
+    def fileno(self) -> int:
+        return self._read_end
+
+    def wait(self) -> int | None:
+        return self._status
+
+    def has_memory(self) -> bool:
+        return not self._has_returned.is_set()
+
+    def kill(self) -> None:
+        """Close the rank's lifeline, and call the `kill` of the user's process in a thread."""
+        if not self.was_killed:
+            self.was_killed = True
+            self._on_kill()
+            threading.Thread(target=self._kill, name="rankwise-kill", daemon=True).start()
+
+    def _kill(self) -> None:
+        try:
+            self._process.kill()
+        except Exception as error:  # noqa: BLE001  the user's code
+            self._report(f"kill() raised {type(error).__name__}: {text_of(error)}")
+        if not self._has_returned.wait(_GIVE_UP_S):
+            self._report(f"wait() has not returned {_GIVE_UP_S:g} s after kill(); nobody waits for it now")
+            self._end(None)
+
+    def _report(self, text: str) -> None:
+        write_stderr(f"rankwise: the process of global_rank={self._global_rank}: {text}.\n")
+
+    def close(self) -> None:
+        self._end(None)
+        os.close(self._read_end)
+        self._parent_pipe.close()
+
+
+@final
+class RankLink:
+    """The connections of one rank, and the way from them to the supervisor's socket and memory file."""
+
+    def __init__(
+        self, global_rank: int, job: RemoteJob, entry: Descriptor, links: WorkerLinks, timeout: timedelta
+    ) -> None:
+        timeout_s = timeout.total_seconds()
+        self.process = SupervisedCommand(global_rank, links.parent_pipe, self.cut)
+        self.process.lost_channel = f"it has not connected to the launching process within {timeout_s:g} s"
+        self._job, self._entry, self._values = job, entry, links.values
+        self._local = links.channel.dup()  # the other end is the supervisor's
+        fork_safety.close_in_child(self._local)
+        self._lock = threading.Lock()
+        self._sockets: dict[Purpose, socket.socket] = {}
+        self._is_cut = False
+        self._timer = threading.Timer(timeout_s, self._give_up)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def take(self, introduction: Introduction, sock: socket.socket) -> None:
+        """Use a connection of the rank, until it is closed."""
+        purpose = Purpose(introduction.purpose)
+        with self._lock:
+            if self._is_cut or purpose in self._sockets:
+                return
+            self._sockets[purpose] = sock
+        if purpose is Purpose.VALUE:
+            connection.receive_file(sock, self._values.number)
+            sock.sendall(b"\1")
+        elif purpose is Purpose.LIFELINE:
+            sock.recv(1)
+        else:
+            self._timer.cancel()
+            self.process.pid, self.process.host = introduction.pid, introduction.host
+            self._serve_channel(sock)
+
+    def _serve_channel(self, sock: socket.socket) -> None:
+        self.process.is_connected = True
+        self.process.lost_channel = _LOST_CONNECTION
+        outgoing = threading.Thread(target=self._serve_supervisor, args=(sock,), daemon=True)
+        try:
+            connection.send_bytes(sock, pickle.dumps(self._job))
+            connection.send_file(sock, self._entry.number)
+            outgoing.start()
+            _forward(sock, self._local)
+        finally:
+            self.process.wait_after_channel()
+            _shut(self._local)
+
+    def _serve_supervisor(self, sock: socket.socket) -> None:
+        _forward(self._local, sock)
+        _shut(sock)
+
+    def _give_up(self) -> None:
+        if not self.process.is_connected:
+            _shut(self._local)
+
+    def cut(self) -> None:
+        """Close the lifeline, which kills the rank, and take no more connections."""
+        with self._lock:
+            self._is_cut = True
+            if (lifeline := self._sockets.get(Purpose.LIFELINE)) is not None:
+                _shut(lifeline)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._timer.cancel()
+        self.cut()
+        with self._lock:
+            for sock in self._sockets.values():
+                _shut(sock)
+        _shut(self._local)
+        self._local.close()
+
+
+@final
+class RankServer:
+    """Accept connections of the ranks, each in a thread; give each to the link of its rank."""
+
+    def __init__(self, address: tuple[str, int], key: bytes) -> None:
+        self._key = key
+        self.links: dict[int, RankLink] = {}  # by global rank
+        try:
+            family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
+            self._listener = socket.create_server(address, family=family)
+        except OSError as error:
+            raise LaunchRefusedError(
+                message=f"The launching process cannot listen at {address[0]}:{address[1]}: {error}.",
+                remedy="CommandLauncher(start, address=...) with an address of this host, and a free port.",
+            ) from None
+        fork_safety.close_in_child(self._listener)
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._listen, name="rankwise-ranks", daemon=True).start()
+
+    def _listen(self) -> None:
+        with suppress(OSError):  # it was closed
+            while True:
+                sock, _ = self._listener.accept()
+                fork_safety.close_in_child(sock)
+                threading.Thread(target=self._serve, args=(sock,), name="rankwise-rank", daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        # A stranger may connect too, and a rank may be killed at any time: its end is reported elsewhere.
+        with sock, suppress(OSError, EOFError, KeyError, PeerAuthenticationError, ProcessGroupError):
+            introduction = connection.accept(sock, self._key)
+            self.links[introduction.global_rank].take(introduction, sock)
+
+    def close(self) -> None:
+        """Close everything; the ranks' processes must have ended."""
+        _shut(self._listener)
+        self._listener.close()
+        for link in self.links.values():
+            link.close()
+
+
+def _forward(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(_CHUNK):
+            target.sendall(data)
+
+
+def _shut(sock: socket.socket) -> None:
+    """End a connection; closing it would not wake the threads that wait for it."""
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)

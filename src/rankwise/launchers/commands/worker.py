@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import socket
 import sys
 import threading
 import time
@@ -16,15 +17,8 @@ from multiprocessing import spawn
 from typing import Any
 
 from rankwise.launchers.channel import Kind, RankChannel
-from rankwise.launchers.commands.connection import (
-    Connection,
-    Purpose,
-    RemoteJob,
-    connect,
-    receive_bytes,
-    receive_file,
-    send_file,
-)
+from rankwise.launchers.commands import connection
+from rankwise.launchers.commands.connection import Purpose, RemoteJob
 from rankwise.launchers.context import WorkerContext
 from rankwise.launchers.worker_main import JobSpec, open_channel, run_worker
 from rankwise.monitoring.heartbeat import LEAVING, NO_FILE, contents_of_page, report_phase
@@ -38,15 +32,15 @@ def run_rank(host: str, port: str, rank: str) -> None:
     """Run one job as a rank."""
     if not (key := os.fsencode(os.environ.pop(JOB_KEY, ""))):
         sys.exit(f"rankwise: {JOB_KEY} is not set: start() has to set the variables that it is given.")
-    open_connection = partial(connect, (host, int(port)), key, global_rank=int(rank))
+    open_connection = partial(connection.connect, (host, int(port)), key, global_rank=int(rank))
     lifeline = open_connection(Purpose.LIFELINE)
     end_with_peer(lifeline.sock.fileno())
-    connection = open_connection(Purpose.CHANNEL)
-    job, entry = _receive_job(connection)
+    sock, clock_offset_s = open_connection(Purpose.CHANNEL)
+    job, entry = _receive_job(sock)
     worker = job.worker
-    worker.key, worker.clock_offset_s = key, connection.clock_offset_s
-    worker.channel = open_channel(connection.sock, NO_FILE)
-    sending = (worker.channel, connection.clock_offset_s)
+    worker.key, worker.clock_offset_s = key, clock_offset_s
+    worker.channel = open_channel(sock, NO_FILE)
+    sending = (worker.channel, clock_offset_s)
     threading.Thread(target=_send_heartbeats, args=sending, name="rankwise-heartbeat", daemon=True).start()
     spec = JobSpec(partial(_run, job, entry), job.start_method)
     spec.set_up_process({})
@@ -54,13 +48,13 @@ def run_rank(host: str, port: str, rank: str) -> None:
     report_phase(LEAVING)
 
 
-def _receive_job(connection: Connection) -> tuple[RemoteJob, int]:
+def _receive_job(sock: socket.socket) -> tuple[RemoteJob, int]:
     """Return the job, and a descriptor of the packed entry."""
     from rankwise.processes.memory_file import create_memory_file
 
-    job: RemoteJob = pickle.loads(receive_bytes(connection.sock))
+    job: RemoteJob = pickle.loads(connection.receive_bytes(sock))
     entry = create_memory_file()
-    receive_file(connection.sock, entry)
+    connection.receive_file(sock, entry)
     return job, entry
 
 
@@ -84,7 +78,7 @@ def _return_value(open_connection: Any, value: object) -> None:
     descriptor = create_memory_file()
     pack(value, descriptor)
     with open_connection(Purpose.VALUE).sock as sock:
-        send_file(sock, descriptor)
+        connection.send_file(sock, descriptor)
         if not sock.recv(1):
             raise EOFError("the launching process has not taken what this rank returned")
 

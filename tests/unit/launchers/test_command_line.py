@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from rankwise.errors import LaunchRefusedError
-from rankwise.processes import command_line
+from rankwise.launchers import script_place
 from rankwise.start import WORKING_DIRECTORY
 
 
@@ -32,7 +32,7 @@ from rankwise.start import WORKING_DIRECTORY
 )
 def test_what_is_run(words: list[str], script: str | None) -> None:
     """The script's path, `-m` or `-c`; None where it came through stdin."""
-    assert command_line._script(words) == script
+    assert script_place._script(words) == script
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_where_it_was_started(given: str, full: str | None, expected: str, main:
     """The full path less what stands on the command line; otherwise where rankwise was imported."""
     if full is not None:
         main.__file__ = full
-    assert command_line._original_directory(["python", given]) == expected
+    assert script_place._original_directory(["python", given]) == expected
 
 
 def test_the_command_is_the_true_one(monkeypatch: pytest.MonkeyPatch, main: ModuleType) -> None:
@@ -69,7 +69,7 @@ def test_the_command_is_the_true_one(monkeypatch: pytest.MonkeyPatch, main: Modu
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     monkeypatch.setattr(sys, "orig_argv", ["python3", "-O", "train.py", "--flag", "a b"])
     monkeypatch.setattr(sys, "argv", ["changed"])
-    assert command_line.rerun_command() == (
+    assert script_place.rerun_command() == (
         [sys.executable, "-O", "train.py", "--flag", "a b"],
         str(Path.cwd()),
     )
@@ -106,6 +106,6 @@ def test_what_cannot_be_run_again(
     assert callable(prepare)
     prepare(monkeypatch)
     with pytest.raises(LaunchRefusedError, match=text) as caught:
-        command_line.rerun_command()
+        script_place.rerun_command()
     assert repr(sys.orig_argv) in str(caught.value)
     assert f'use strategy="{strategy}".' in str(caught.value)
