@@ -29,7 +29,7 @@ LONGER = {"rankwise.errors": 900}  # one tree, which is read as a whole; its cla
 
 
 # Tables of modules that are imported when they are used, or that are known by name in a stack of frames.
-HOMES = ("", ".callbacks", ".launchers.commands", ".loggers", ".profilers", ".lightning", ".testing")
+HOMES = ("", ".callbacks", ".launchers.commands", ".loggers", ".lightning", ".testing")
 TABLES = {
     **{f"rankwise{name}": "_HOMES" for name in HOMES},
     "rankwise.launchers.multiprocess": "PRELOAD",

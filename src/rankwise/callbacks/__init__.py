@@ -8,7 +8,6 @@ from rankwise.start import lazy_names
 
 if TYPE_CHECKING:
     from rankwise.callbacks.base import Callback, LambdaCallback, MonitoringCallback, PreparingCallback
-    from rankwise.callbacks.early_stopping import EarlyStopping
     from rankwise.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
     from rankwise.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
     from rankwise.callbacks.learning_rate_finder import LearningRateCurve, LearningRateFinder
@@ -18,13 +17,15 @@ if TYPE_CHECKING:
     from rankwise.callbacks.prediction_writer import BasePredictionWriter
     from rankwise.callbacks.progress_bar import ProgressBar, TQDMProgressBar
     from rankwise.callbacks.rich_progress_bar import RichProgressBar, RichProgressBarTheme
-    from rankwise.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
-    from rankwise.callbacks.timer import Timer
-    from rankwise.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
+    from rankwise.callbacks.stopping import EarlyStopping, Timer
+    from rankwise.callbacks.weight_averaging import (
+        EMAWeightAveraging,
+        StochasticWeightAveraging,
+        WeightAveraging,
+    )
 
 _HOMES = {
     "rankwise.callbacks.base": "Callback LambdaCallback MonitoringCallback PreparingCallback",
-    "rankwise.callbacks.early_stopping": "EarlyStopping",
     "rankwise.callbacks.finetuning": "BackboneFinetuning BaseFinetuning",
     "rankwise.callbacks.gradient_accumulation_scheduler": "GradientAccumulationScheduler",
     "rankwise.callbacks.learning_rate_finder": "LearningRateCurve LearningRateFinder",
@@ -34,9 +35,8 @@ _HOMES = {
     "rankwise.callbacks.prediction_writer": "BasePredictionWriter",
     "rankwise.callbacks.progress_bar": "ProgressBar TQDMProgressBar",
     "rankwise.callbacks.rich_progress_bar": "RichProgressBar RichProgressBarTheme",
-    "rankwise.callbacks.stochastic_weight_averaging": "StochasticWeightAveraging",
-    "rankwise.callbacks.timer": "Timer",
-    "rankwise.callbacks.weight_averaging": "EMAWeightAveraging WeightAveraging",
+    "rankwise.callbacks.stopping": "EarlyStopping Timer",
+    "rankwise.callbacks.weight_averaging": "EMAWeightAveraging StochasticWeightAveraging WeightAveraging",
 }
 
 __all__ = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -78,11 +79,7 @@ class BaseFinetuning(Callback):
         """Return the submodules that have parameters or buffers of their own, or no submodules."""
         given = [modules] if isinstance(modules, nn.Module) else list(modules)
         found = dict.fromkeys(part for module in given for part in module.modules())
-        return [
-            part
-            for part in found
-            if part._parameters or part._buffers or not any(True for _ in part.children())
-        ]
+        return [part for part in found if part._parameters or part._buffers or not [*part.children()]]
 
     @staticmethod
     def filter_params(
@@ -100,27 +97,18 @@ class BaseFinetuning(Callback):
     def make_trainable(modules: Modules) -> None:
         """Unfreeze all parameters, and let batch normalisation update its statistics."""
         for part in BaseFinetuning.flatten_modules(modules):
-            if isinstance(part, _BatchNorm):
-                part.track_running_stats = True
-            for parameter in part.parameters(recurse=False):
-                parameter.requires_grad = True
+            _set_trainable(part, is_trainable=True)
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
         """Freeze a module's own parameters; batch normalisation then keeps its statistics."""
-        if isinstance(module, _BatchNorm):
-            module.track_running_stats = False
-        for parameter in module.parameters(recurse=False):
-            parameter.requires_grad = False
+        _set_trainable(module, is_trainable=False)
 
     @staticmethod
     def freeze(modules: Modules, train_bn: bool = True) -> None:
         """Freeze modules and their submodules; with `train_bn`, batch normalisation stays trainable."""
         for part in BaseFinetuning.flatten_modules(modules):
-            if isinstance(part, _BatchNorm) and train_bn:
-                BaseFinetuning.make_trainable(part)
-            else:
-                BaseFinetuning.freeze_module(part)
+            _set_trainable(part, is_trainable=isinstance(part, _BatchNorm) and train_bn)
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -152,6 +140,13 @@ class BaseFinetuning(Callback):
             optimizer.add_param_group({"params": own, "lr": rate})
 
 
+def _set_trainable(part: nn.Module, *, is_trainable: bool) -> None:
+    if isinstance(part, _BatchNorm):
+        part.track_running_stats = is_trainable
+    for parameter in part.parameters(recurse=False):
+        parameter.requires_grad = is_trainable
+
+
 def _statistics_of(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
     """Yield the layers of batch normalisation that have statistics, with their names."""
     for name, layer in module.named_modules():
@@ -164,6 +159,7 @@ def multiplicative(epoch: int) -> float:
     return 2.0
 
 
+@dataclass(eq=False, repr=False)
 class BackboneFinetuning(BaseFinetuning):
     """Freeze `module.backbone`, and train it from an epoch on, with a learning rate that then rises.
 
@@ -187,36 +183,26 @@ class BackboneFinetuning(BaseFinetuning):
         ConfigurationError: in `fit`, if the module's `backbone` is not a module.
     """
 
-    def __init__(
-        self,
-        unfreeze_backbone_at_epoch: int = 10,
-        lambda_func: Callable[[int], float] = multiplicative,
-        backbone_initial_ratio_lr: float = 10e-2,
-        backbone_initial_lr: float | None = None,
-        should_align: bool = True,
-        initial_denom_lr: float = _DENOMINATOR,
-        train_bn: bool = True,
-        verbose: bool = False,
-        rounding: int = 12,
-    ) -> None:
+    unfreeze_backbone_at_epoch: int = 10
+    lambda_func: Callable[[int], float] = multiplicative
+    backbone_initial_ratio_lr: float = 10e-2
+    backbone_initial_lr: float | None = None
+    should_align: bool = True
+    initial_denom_lr: float = _DENOMINATOR
+    train_bn: bool = True
+    verbose: bool = False
+    rounding: int = 12
+
+    def __post_init__(self) -> None:
         super().__init__()
-        check_minimum("unfreeze_backbone_at_epoch", unfreeze_backbone_at_epoch, 0)
+        check_minimum("unfreeze_backbone_at_epoch", self.unfreeze_backbone_at_epoch, 0)
         is_unused = type(self).finetune_function is BackboneFinetuning.finetune_function
-        if is_unused and initial_denom_lr != _DENOMINATOR:
+        if is_unused and self.initial_denom_lr != _DENOMINATOR:
             raise ConfigurationError(
-                message=f"BackboneFinetuning(initial_denom_lr={initial_denom_lr}) has no effect.",
+                message=f"BackboneFinetuning(initial_denom_lr={self.initial_denom_lr}) has no effect.",
                 facts="backbone_initial_ratio_lr and backbone_initial_lr determine the learning rate.",
                 remedy="leave it out, and give one of them.",
             )
-        self.unfreeze_backbone_at_epoch = unfreeze_backbone_at_epoch
-        self.lambda_func = lambda_func
-        self.backbone_initial_ratio_lr = backbone_initial_ratio_lr
-        self.backbone_initial_lr = backbone_initial_lr
-        self.should_align = should_align
-        self.initial_denom_lr = initial_denom_lr
-        self.train_bn = train_bn
-        self.verbose = verbose
-        self.rounding = rounding
         self.previous_backbone_lr: float | None = None
 
     def state_dict(self) -> dict[str, Any]:

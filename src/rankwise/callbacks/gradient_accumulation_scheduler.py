@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, final
 
 from rankwise.callbacks.base import Callback
-from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError
+from rankwise.checks import check_value
+from rankwise.errors import ConfigurationError, InvalidTypeError
 
 if TYPE_CHECKING:
     from rankwise.trainer import Trainer, TrainingModule
@@ -30,10 +31,10 @@ class GradientAccumulationScheduler(Callback):
     def __init__(self, scheduling: Mapping[int, int]) -> None:
         expected = "a dictionary of epochs, 0 or more, and numbers of batches, 1 or more"
         is_mapping = isinstance(scheduling, Mapping)
-        if not is_mapping or not all(type(each) is int for pair in scheduling.items() for each in pair):
-            raise InvalidTypeError(argument="scheduling", value=scheduling, expected=expected)
-        if not scheduling or min(scheduling) < 0 or min(scheduling.values()) < 1:
-            raise InvalidArgumentError(argument="scheduling", value=dict(scheduling), expected=expected)
+        is_of_int = is_mapping and all(type(each) is int for pair in scheduling.items() for each in pair)
+        check_value("scheduling", scheduling, is_of_int, expected, error=InvalidTypeError)
+        is_in_range = scheduling and min(scheduling) >= 0 and min(scheduling.values()) >= 1
+        check_value("scheduling", dict(scheduling), is_in_range, expected)
         self.scheduling = {0: 1, **scheduling}
         self._given: int | None = None  # the Trainer's own value, outside of a fit
 
@@ -71,8 +72,7 @@ class GradientAccumulationScheduler(Callback):
         """Set the current epoch's number: a run may resume within it."""
         trainer.accumulate_grad_batches = self.accumulation_in(trainer.current_epoch)
 
-    def on_train_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:
-        trainer.accumulate_grad_batches = self.accumulation_in(trainer.current_epoch)
+    on_train_epoch_start = on_train_start
 
     def teardown(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
         """Give the Trainer its own value back."""

@@ -6,8 +6,9 @@ import copy
 import logging
 import math
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
     from rankwise.trainer import Trainer, TrainingModule
 
 _log = logging.getLogger(__name__)
-_ATTRIBUTES = ("lr", "learning_rate")
 _SMOOTHING = 0.98
 _CPU = torch.device("cpu")
+_warn = rank_zero_only(warn)
 _OPTIONS = {
     "limit_val_batches": 0,
     "num_sanity_val_steps": 0,
@@ -37,6 +38,7 @@ _OPTIONS = {
 
 
 @final
+@dataclass(eq=False, repr=False)
 class LearningRateCurve:
     """The learning rates of a search, and the losses that they gave.
 
@@ -45,12 +47,11 @@ class LearningRateCurve:
         results: `"lr"`, the learning rate of each step, and `"loss"`, the smoothed loss after it.
     """
 
-    def __init__(self, mode: str, lr_min: float, lr_max: float, num_training: int) -> None:
-        self.mode = mode
-        self.lr_min = lr_min
-        self.lr_max = lr_max
-        self.num_training = num_training
-        self.results: dict[str, list[float]] = {"lr": [], "loss": []}
+    mode: str
+    lr_min: float
+    lr_max: float
+    num_training: int
+    results: dict[str, list[float]] = field(init=False, default_factory=lambda: {"lr": [], "loss": []})
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
         """Return the learning rate at which the loss falls most steeply; None with less than two losses.
@@ -150,7 +151,7 @@ class LearningRateFinder(PreparingCallback):
         self._range = mode.lower(), float(min_lr), float(max_lr), num_training_steps
         self._early_stop_threshold = early_stop_threshold
         self._update_attr = update_attr
-        self._attr_name = attr_name
+        self._names = [attr_name] if attr_name else ["lr", "learning_rate"]
         self.optimal_lr: LearningRateCurve | None = None
 
     def check_stage(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
@@ -164,16 +165,15 @@ class LearningRateFinder(PreparingCallback):
                 remedy="leave the LearningRateFinder out.",
             )
         if self._update_attr and self._attribute_of(module) is None:
-            wanted = [self._attr_name] if self._attr_name else list(_ATTRIBUTES)
             raise ConfigurationError(
                 message=f"LearningRateFinder finds no learning rate to set in {name}.",
-                facts=f"neither the module nor its hparams have {' or '.join(map(repr, wanted))}.",
+                facts=f"neither the module nor its hparams have {' or '.join(map(repr, self._names))}.",
                 remedy='attr_name="...", or update_attr=False.',
             )
 
     def _attribute_of(self, module: TrainingModule) -> str | None:
-        names = [self._attr_name] if self._attr_name else _ATTRIBUTES
-        return next((name for name in names if name in module.hparams or _has(module, name)), None)
+        # why: the attribute is the user's own
+        return next((name for name in self._names if name in module.hparams or hasattr(module, name)), None)
 
     def prepare_run(
         self, trainer: Trainer, module: TrainingModule, train_dataloaders: Any, datamodule: Any
@@ -199,16 +199,17 @@ class LearningRateFinder(PreparingCallback):
         if trainer.fast_dev_run:
             _warn("LearningRateFinder does not search in a trial run (fast_dev_run).")
             return
-        curve = LearningRateCurve(*self._range)
-        test = _RangeTest(curve, self._early_stop_threshold)
-        with _precision_and_random_state_kept(trainer), tempfile.TemporaryDirectory() as folder:
+        test = _RangeTest(LearningRateCurve(*self._range), self._early_stop_threshold)
+        precision = trainer.strategy.precision
+        with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+            stack.callback(precision.load_state_dict, precision.state_dict())  # the scale of losses
+            stack.callback(set_random_state, get_random_state(_CPU), _CPU)
             copied = _copy_of(module)
             trial = trainer.trial(copied, test, default_root_dir=folder, **_OPTIONS)
             trial.fit(copied, train_dataloaders, datamodule=datamodule)
-        curve.results = {"lr": test.rates, "loss": test.losses}
-        self.optimal_lr = curve
+        self.optimal_lr = test.curve
         if self._update_attr:
-            self._update(module, curve)
+            self._update(module, test.curve)
 
     def _update(self, module: TrainingModule, curve: LearningRateCurve) -> None:
         rate, name = curve.suggestion(), self._attribute_of(module)
@@ -220,13 +221,9 @@ class LearningRateFinder(PreparingCallback):
             return
         if name in module.hparams:
             module.hparams[name] = rate
-        if _has(module, name):
+        if hasattr(module, name):  # why: the attribute is the user's own
             setattr(module, name, rate)
         rank_zero_only(_log.info)("LearningRateFinder: %s = %g", name, rate)
-
-
-def _has(owner: object, name: str) -> bool:
-    return hasattr(owner, name)  # why: the attribute is the user's own
 
 
 @final
@@ -234,18 +231,16 @@ class _RangeTest(Callback):
     """Raise the learning rate from step to step, and note the losses."""
 
     def __init__(self, curve: LearningRateCurve, threshold: float | None) -> None:
-        self._curve = curve
+        self.curve = curve
         self._threshold = threshold
         self._average = self._lowest = 0.0
         self._schedulers: list[Any] = []
-        self.rates: list[float] = []
-        self.losses: list[float] = []
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rates": self.rates, "losses": self.losses}
+        return self.curve.results
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.rates, self.losses = list(state_dict["rates"]), list(state_dict["losses"])
+        self.curve.results = {name: list(values) for name, values in state_dict.items()}
 
     def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
         self._schedulers, trainer.lr_scheduler_configs = trainer.lr_scheduler_configs, []
@@ -257,13 +252,14 @@ class _RangeTest(Callback):
     ) -> None:
         if trainer.progress.window_batches:
             return
-        self.rates.append(self._next_rate())
+        rate = self._next_rate()
+        self.curve.results["lr"].append(rate)
         for group in trainer.optimizers[0].param_groups:
-            group["lr"] = self.rates[-1]
+            group["lr"] = rate
 
     def _next_rate(self) -> float:
         """Return `lr_min`, and from the second step on, as Lightning does, the part of the way after it."""
-        curve, number = self._curve, len(self.rates)
+        curve, number = self.curve, len(self.curve.results["lr"])
         part = (number + 1) / curve.num_training if number else 0.0
         if curve.mode == "linear":
             return curve.lr_min + part * (curve.lr_max - curve.lr_min)
@@ -274,16 +270,17 @@ class _RangeTest(Callback):
     ) -> None:
         if trainer.progress.window_batches:
             return
-        number = len(self.losses) + 1
+        losses = self.curve.results["loss"]
+        number = len(losses) + 1
         self._average = _SMOOTHING * self._average + (1 - _SMOOTHING) * _mean_loss(trainer, outputs)
         loss = self._average / (1 - _SMOOTHING ** (number + 1))  # as Lightning corrects it
         limit = None if self._threshold is None else self._threshold * self._lowest
         is_diverging = number > 1 and limit is not None and loss > limit
-        if is_diverging or number == self._curve.num_training:
+        if is_diverging or number == self.curve.num_training:
             trainer.should_stop = True
         if number == 1 or loss < self._lowest:
             self._lowest = loss
-        self.losses.append(loss)
+        losses.append(loss)
 
     def on_train_end(self, trainer: Trainer, module: TrainingModule) -> None:
         trainer.lr_scheduler_configs = self._schedulers
@@ -294,17 +291,6 @@ def _mean_loss(trainer: Trainer, outputs: Any) -> float:
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     own = loss.detach().double() if isinstance(loss, Tensor) else torch.tensor(math.nan, dtype=torch.double)
     return float(trainer.strategy.all_reduce(own.to(trainer.strategy.root_device), reduce_op="mean").item())
-
-
-@contextmanager
-def _precision_and_random_state_kept(trainer: Trainer) -> Iterator[None]:
-    """Restore the scale of losses, and this process's random state, after the block."""
-    precision, random = trainer.strategy.precision.state_dict(), get_random_state(_CPU)
-    try:
-        yield
-    finally:
-        set_random_state(random, _CPU)
-        trainer.strategy.precision.load_state_dict(precision)
 
 
 def _copy_of(module: TrainingModule) -> TrainingModule:
@@ -323,8 +309,3 @@ def _copy_of(module: TrainingModule) -> TrainingModule:
             facts=f"copy.deepcopy raises {type(error).__name__}: {text_of(error)}",
             remedy="make what cannot be copied in setup(), or leave LearningRateFinder out.",
         ) from error
-
-
-@rank_zero_only
-def _warn(text: str) -> None:
-    warn(text)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from rankwise import ranks
 from rankwise.callbacks.base import MonitoringCallback
-from rankwise.checks import check_choice, check_minimum, check_value
-from rankwise.errors import CheckpointError, ConfigurationError, InvalidArgumentError, InvalidTypeError
+from rankwise.checks import check_choice, check_is_a, check_minimum, check_value
+from rankwise.errors import CheckpointError, ConfigurationError, InvalidArgumentError
 from rankwise.paths import (
     checkpoint_path,
     is_last_checkpoint,
@@ -111,8 +111,7 @@ class ModelCheckpoint(MonitoringCallback):
         _check_save_top_k(monitor, save_top_k)
         _check_intervals(every_n_epochs, every_n_train_steps, train_time_interval)
         check_choice("save_last", save_last, (None, True, False, "link"), "a bool or 'link'")
-        self.chosen_dirpath = None if dirpath is None else checkpoint_path(dirpath)
-        self.dirpath = self.chosen_dirpath
+        self.chosen_dirpath = self.dirpath = None if dirpath is None else checkpoint_path(dirpath)
         self.filename = filename or "{epoch}-{step}"
         self.save_top_k = save_top_k
         self.save_last = save_last or False
@@ -240,9 +239,7 @@ class ModelCheckpoint(MonitoringCallback):
         """Save if it was requested; the files that the metric has chosen do not change."""
         is_stop = isinstance(exception.__cause__, StoppedBySignal)  # which has saved
         is_due, self._is_training = self.save_on_exception and self._is_training and not is_stop, False
-        if not is_due:
-            return
-        if trainer.global_step != self._last_step_saved:
+        if is_due and trainer.global_step != self._last_step_saved:
             try:
                 self._write(trainer, self._unused(trainer, self._file_name(trainer), ()))
                 if self.save_last:
@@ -259,8 +256,7 @@ class ModelCheckpoint(MonitoringCallback):
         if self.train_time_interval is None:
             return False
         elapsed = time.monotonic() - self._saved_at
-        is_due: bool = trainer.strategy.broadcast(elapsed >= self.train_time_interval.total_seconds())
-        return is_due
+        return bool(trainer.strategy.broadcast(elapsed >= self.train_time_interval.total_seconds()))
 
     def _is_before_validation(self, trainer: Trainer) -> bool:
         """Return whether a validation to come measures the metric of this step."""
@@ -288,7 +284,7 @@ class ModelCheckpoint(MonitoringCallback):
     def _last_path(self, trainer: Trainer) -> str:
         """Return the path of the last checkpoint, which all checkpoints of the run name. Collective."""
         if not self._is_last_chosen:
-            self.last_model_path = self._choose_last(trainer)
+            self.last_model_path = trainer.strategy.call_on_rank_zero(lambda: self._choose_last(trainer))
             self._is_last_chosen = True
         return self.last_model_path
 
@@ -299,20 +295,16 @@ class ModelCheckpoint(MonitoringCallback):
             ranks.rank_zero_only(_log.info)("ModelCheckpoint: epoch %d, step %d: saved %s", epoch, step, path)
 
     def _choose_last(self, trainer: Trainer) -> str:
-        """Return a path for this run's `last.ckpt` that no other run uses. Collective.
+        """Return a path for this run's `last.ckpt` that no other run uses. Runs on: rank 0.
 
         A run may replace the last checkpoint from which it has continued, unless that is a symbolic link.
         """
+        known = self.last_model_path
         continued = () if trainer.ckpt_path is None else (checkpoint_path(trainer.ckpt_path),)
-
-        def choose() -> str:
-            known = self.last_model_path
-            is_file = bool(known) and not is_symbolic_link(known)
-            if is_file and (known in continued or self.owns(known, trainer.strategy)):
-                return known
-            return self._unused(trainer, "last", continued)
-
-        return trainer.strategy.call_on_rank_zero(choose)
+        is_file = bool(known) and not is_symbolic_link(known)
+        if is_file and (known in continued or self.owns(known, trainer.strategy)):
+            return known
+        return self._unused(trainer, "last", continued)
 
     def owns(self, path: str, strategy: Strategy) -> bool:
         """Return whether a file is this run's; a loaded checkpoint alone cannot say so. Runs on: rank 0."""
@@ -443,32 +435,28 @@ def _check_save_top_k(monitor: str | None, save_top_k: int) -> None:
 
 
 def _check_intervals(every_n_epochs: int | None, every_n_train_steps: int | None, time_interval: Any) -> None:
-    intervals = {"every_n_epochs": every_n_epochs, "every_n_train_steps": every_n_train_steps}
+    intervals: dict[str, Any] = {"every_n_epochs": every_n_epochs, "every_n_train_steps": every_n_train_steps}
     for name, value in intervals.items():
         check_value(name, value, value is None or value >= 0, "1 or more, or 0 for never")
-    if time_interval is not None and not isinstance(time_interval, timedelta):
-        raise InvalidTypeError(argument="train_time_interval", value=time_interval, expected="a timedelta")
-    given = {
-        name: value for name, value in {**intervals, "train_time_interval": time_interval}.items() if value
-    }
+    if time_interval is not None:
+        check_is_a("train_time_interval", time_interval, timedelta, "a timedelta")
+    intervals["train_time_interval"] = time_interval
+    given = [f"{name}={value!r}" for name, value in intervals.items() if value]
     if len(given) > 1:
         raise ConfigurationError(
             message="ModelCheckpoint saves by epochs, by steps or by time.",
-            facts=", ".join(f"{name}={value!r}" for name, value in given.items()) + ".",
+            facts=f"{', '.join(given)}.",
             remedy="give one of them, or several ModelCheckpoint callbacks.",
         )
 
 
 def _check_filename(filename: str, save_last: bool) -> None:
-    if save_last and is_last_checkpoint(f"{filename}.ckpt"):
-        expected = "another name, as save_last=True uses this one"
-        raise InvalidArgumentError(argument="filename", value=filename, expected=expected)
-    if not _is_below(f"{filename}.ckpt", ""):
-        expected = "a name in dirpath, or in a folder below it"
-        raise InvalidArgumentError(argument="filename", value=filename, expected=expected)
+    is_free = not (save_last and is_last_checkpoint(f"{filename}.ckpt"))
+    check_value("filename", filename, is_free, "another name, as save_last=True uses this one")
+    is_below = _is_below(f"{filename}.ckpt", "")
+    check_value("filename", filename, is_below, "a name in dirpath, or in a folder below it")
     try:
         _filled_in(filename, {})
     except ValueError as error:
-        raise InvalidArgumentError(
-            argument="filename", value=filename, expected=f"formats that fit numbers ({error})"
-        ) from None
+        expected = f"formats that fit numbers ({error})"
+        raise InvalidArgumentError(argument="filename", value=filename, expected=expected) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import TYPE_CHECKING, final
 
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
@@ -38,26 +38,6 @@ class ModelSummary(Callback):
             print(summary_of(module, self.max_depth), flush=True)  # noqa: T201  the table is what it is for
 
 
-class _Size(NamedTuple):
-    """The size of the parameters, each counted once."""
-
-    total: int
-    trainable: int
-    num_bytes: int
-    has_lazy: bool
-
-    @classmethod
-    def of(cls, parameters: Iterator[nn.Parameter]) -> _Size:
-        own = list(parameters)
-        known: list[Tensor] = [each for each in own if not isinstance(each, UninitializedParameter)]
-        return cls(
-            total=sum(each.numel() for each in known),
-            trainable=sum(each.numel() for each in known if each.requires_grad),
-            num_bytes=sum(each.numel() * each.element_size() for each in known),
-            has_lazy=len(known) < len(own),
-        )
-
-
 def summary_of(module: nn.Module, max_depth: int = 1) -> str:
     """Return a table of a module's submodules down to `max_depth`, and the totals.
 
@@ -69,28 +49,29 @@ def summary_of(module: nn.Module, max_depth: int = 1) -> str:
     1     ReLU             0          0  train
     9 parameters (9 trainable, 0 frozen), 0.000 MB
     """
-    rows = [
-        (
-            name,
-            type(part).__name__,
-            *_numbers(_Size.of(part.parameters())),
-            "train" if part.training else "eval",
-        )
-        for name, part in module.named_modules()
-        if name and (max_depth == -1 or name.count(".") < max_depth)
-    ]
-    size = _Size.of(module.parameters())
+    rows = []
+    for name, part in module.named_modules():
+        if name and (max_depth == -1 or name.count(".") < max_depth):
+            total, trainable, _, unknown = _sizes(part)
+            mode = "train" if part.training else "eval"
+            rows.append((name, type(part).__name__, f"{total:,}{unknown}", f"{trainable:,}{unknown}", mode))
+    total, trainable, num_bytes, unknown = _sizes(module)
     totals = (
-        f"{size.total:,} parameters ({size.trainable:,} trainable, {size.total - size.trainable:,} frozen), "
-        f"{size.num_bytes / _BYTES_PER_MB:,.3f} MB"
+        f"{total:,} parameters ({trainable:,} trainable, {total - trainable:,} frozen), "
+        f"{num_bytes / _BYTES_PER_MB:,.3f} MB"
     )
-    lazy = ["? has parameters whose shape the first batch determines"] if size.has_lazy else []
+    lazy = ["? has parameters whose shape the first batch determines"] if unknown else []
     return "\n".join([*(_aligned([_HEADER, *rows]) if rows else ()), totals, *lazy])
 
 
-def _numbers(size: _Size) -> tuple[str, str]:
-    unknown = " ?" if size.has_lazy else ""
-    return f"{size.total:,}{unknown}", f"{size.trainable:,}{unknown}"
+def _sizes(module: nn.Module) -> tuple[int, int, int, str]:
+    """Return the numbers of all and of trainable parameters, the bytes, and " ?" if some are unknown."""
+    parameters = list(module.parameters())
+    known: list[Tensor] = [each for each in parameters if not isinstance(each, UninitializedParameter)]
+    trainable = sum(each.numel() for each in known if each.requires_grad)
+    num_bytes = sum(each.numel() * each.element_size() for each in known)  # sparse ones have no nbytes
+    unknown = " ?" if len(known) < len(parameters) else ""
+    return sum(each.numel() for each in known), trainable, num_bytes, unknown
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
@@ -19,13 +20,11 @@ if TYPE_CHECKING:
 
     from rankwise.trainer import Trainer, TrainingModule
 
+_UNITS = {"lengths": "items"}  # in the name of a rate, where it is not the name of the total
+
 
 class LoggingCallback(Callback):
-    """Base class of callbacks that log while `fit` runs.
-
-    Raises:
-        ConfigurationError: in `fit`, for a Trainer without loggers.
-    """
+    """Base class of callbacks that log while `fit` runs."""
 
     def check_stage(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
         if stage == "fit" and not trainer.loggers and not trainer.fast_dev_run:
@@ -87,25 +86,21 @@ class DeviceStatsMonitor(LoggingCallback):
         device = trainer.strategy.root_device
         found = dict(torch.cuda.memory_stats(device)) if device.type == "cuda" else {}
         if self._needs_cpu(trainer):
-            found |= _of_cpu()
+            import psutil
+
+            found |= {
+                "cpu_percent": psutil.cpu_percent(),
+                "cpu_vm_percent": psutil.virtual_memory().percent,
+                "cpu_swap_percent": psutil.swap_memory().percent,
+            }
         prefix = f"{type(self).__name__}.{moment}/"
         values = {prefix + name: float(value) for name, value in found.items()}
         for logger in trainer.loggers if values else ():
             logger.log_metrics(values, step)
 
 
-def _of_cpu() -> dict[str, float]:
-    """Return the use of the CPU, memory and swap space of this machine, in percent."""
-    import psutil
-
-    return {
-        "cpu_percent": psutil.cpu_percent(),
-        "cpu_vm_percent": psutil.virtual_memory().percent,
-        "cpu_swap_percent": psutil.swap_memory().percent,
-    }
-
-
 @final
+@dataclass(eq=False, repr=False)
 class LearningRateMonitor(LoggingCallback):
     """Log each parameter group's learning rate as `lr-<optimizer>`, to all loggers, on global rank 0.
 
@@ -132,13 +127,13 @@ class LearningRateMonitor(LoggingCallback):
         ConfigurationError: in `fit`, for a Trainer without loggers, and for two groups of one name.
     """
 
-    def __init__(
-        self, logging_interval: str | None = None, log_momentum: bool = False, log_weight_decay: bool = False
-    ) -> None:
-        check_choice("logging_interval", logging_interval, (None, "step", "epoch"), "'step', 'epoch' or None")
-        self.logging_interval = logging_interval
-        self.log_momentum = log_momentum
-        self.log_weight_decay = log_weight_decay
+    logging_interval: str | None = None
+    log_momentum: bool = False
+    log_weight_decay: bool = False
+
+    def __post_init__(self) -> None:
+        choices = (None, "step", "epoch")
+        check_choice("logging_interval", self.logging_interval, choices, "'step', 'epoch' or None")
         self._before: tuple[int, dict[str, float]] | None = None  # the step that runs, and its values
         self._begin_run()
 
@@ -162,9 +157,7 @@ class LearningRateMonitor(LoggingCallback):
             not {"momentum", "betas"}.isdisjoint(optimizer.defaults) for optimizer in trainer.optimizers
         ]
         if self.log_momentum and not all(has_momentum) and trainer.is_global_zero:
-            warn(
-                "LearningRateMonitor(log_momentum=True) logs 0 for the optimizers that have no momentum.",
-            )
+            warn("LearningRateMonitor(log_momentum=True) logs 0 for the optimizers that have no momentum.")
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:
         if self.logging_interval != "step":
@@ -195,7 +188,8 @@ class LearningRateMonitor(LoggingCallback):
             for name, group in zip(names, optimizer.param_groups, strict=True):
                 values[name] = float(group["lr"])
                 if self.log_momentum:
-                    values[f"{name}-momentum"] = float(_momentum(group))
+                    momentum = group["betas"][0] if "betas" in group else group.get("momentum", 0.0)
+                    values[f"{name}-momentum"] = float(momentum)
                 if self.log_weight_decay:
                     values[f"{name}-weight_decay"] = float(group.get("weight_decay", 0.0))
         return values
@@ -234,21 +228,8 @@ def _named_groups(trainer: Trainer) -> Iterator[tuple[str, Optimizer, str | None
         yield name, optimizer, interval, [f"{name}/{ending}" for ending in endings] if has_names else [name]
 
 
-def _momentum(group: dict[str, Any]) -> float:
-    momentum: float = group["betas"][0] if "betas" in group else group.get("momentum", 0.0)
-    return momentum
-
-
-class _Count(NamedTuple):
-    """Counts of this rank's work since the loop began."""
-
-    time: float
-    batches: int
-    samples: int
-    lengths: int
-
-
 @final
+@dataclass(eq=False, repr=False)
 class ThroughputMonitor(LoggingCallback):
     """Log global rank 0's throughput in training and validation, over a window of batches.
 
@@ -274,25 +255,18 @@ class ThroughputMonitor(LoggingCallback):
         ConfigurationError: in `fit`, for a Trainer without loggers.
     """
 
-    def __init__(
-        self,
-        batch_size_fn: Callable[[Any], int],
-        length_fn: Callable[[Any], int] | None = None,
-        *,
-        window_size: int = 100,
-        available_flops: float | None = None,
-        separator: str = "/",
-    ) -> None:
-        functions: dict[str, Any] = {"batch_size_fn": batch_size_fn, "length_fn": length_fn or len}
-        for name, function in functions.items():
-            check_callable(name, function, "a function of a batch")
-        check_minimum("window_size", window_size, 2)
-        self.batch_size_fn = batch_size_fn
-        self.length_fn = length_fn
-        self.window_size = window_size
-        self.available_flops = available_flops
-        self.separator = separator
-        self._counts: dict[str, deque[_Count]] = {}
+    batch_size_fn: Callable[[Any], int]
+    length_fn: Callable[[Any], int] | None = None
+    _: KW_ONLY
+    window_size: int = 100
+    available_flops: float | None = None
+    separator: str = "/"
+
+    def __post_init__(self) -> None:
+        check_callable("batch_size_fn", self.batch_size_fn, "a function of a batch")
+        check_callable("length_fn", self.length_fn or len, "a function of a batch")
+        check_minimum("window_size", self.window_size, 2)
+        self._counts: dict[str, deque[tuple[float, dict[str, int]]]] = {}  # when a batch ended, and totals
         self._began: dict[str, float] = {}
         self._training_paused = 0.0  # seconds of validations within training
 
@@ -305,17 +279,16 @@ class ThroughputMonitor(LoggingCallback):
 
     def _begin(self, phase: str) -> None:
         self._began[phase] = now = time.perf_counter()
-        self._counts[phase] = deque([_Count(now, 0, 0, 0)], maxlen=self.window_size)
+        self._counts[phase] = deque([(now, {})], maxlen=self.window_size)
 
     @torch.no_grad()
     def _add(self, phase: str, batch: Any) -> None:
-        last = self._counts[phase][-1]
-        length = 0 if self.length_fn is None else int(self.length_fn(batch))
         now = time.perf_counter() - (self._training_paused if phase == "train" else 0.0)
-        count = _Count(
-            now, last.batches + 1, last.samples + int(self.batch_size_fn(batch)), last.lengths + length
-        )
-        self._counts[phase].append(count)
+        added = {"batches": 1, "samples": int(self.batch_size_fn(batch))}
+        if self.length_fn is not None:
+            added["lengths"] = int(self.length_fn(batch))
+        _, totals = self._counts[phase][-1]
+        self._counts[phase].append((now, {name: totals.get(name, 0) + added[name] for name in added}))
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
@@ -348,17 +321,12 @@ class ThroughputMonitor(LoggingCallback):
             self._training_paused += time.perf_counter() - self._began["validate"]
 
     def _log(self, trainer: Trainer, module: TrainingModule, phase: str) -> None:
-        counts = self._counts[phase]
-        first, last = counts[0], counts[-1]
-        elapsed = max(last.time - first.time, 1e-9)
+        (start, before), (end, totals) = self._counts[phase][0], self._counts[phase][-1]
+        elapsed = max(end - start, 1e-9)
         rates = {
-            "batches_per_sec": (last.batches - first.batches) / elapsed,
-            "samples_per_sec": (last.samples - first.samples) / elapsed,
+            f"{_UNITS.get(name, name)}_per_sec": (total - before.get(name, 0)) / elapsed
+            for name, total in totals.items()
         }
-        totals = {"batches": last.batches, "samples": last.samples}
-        if self.length_fn is not None:
-            rates["items_per_sec"] = (last.lengths - first.lengths) / elapsed
-            totals["lengths"] = last.lengths
         if (flops := getattr(module, "flops_per_batch", None)) is not None:
             rates["flops_per_sec"] = rates["batches_per_sec"] * float(flops)
         prefix = f"{phase}{self.separator}"
@@ -369,6 +337,6 @@ class ThroughputMonitor(LoggingCallback):
         if trainer.world_size > 1:
             values |= {f"{prefix}{name}": rate * trainer.world_size for name, rate in rates.items()}
         values |= {f"{prefix}{name}": float(total) for name, total in totals.items()}
-        values[f"{prefix}time"] = last.time - self._began[phase]
+        values[f"{prefix}time"] = end - self._began[phase]
         for logger in trainer.loggers:
             logger.log_metrics(values, max(0, trainer.progress.counted_steps - trainer.is_fitting))

@@ -12,8 +12,6 @@ from rankwise.nested import to_device
 if TYPE_CHECKING:
     from rankwise.trainer import Trainer, TrainingModule
 
-_INTERVALS = ("batch", "epoch", "batch_and_epoch")
-
 
 class BasePredictionWriter(Callback):
     """Base class: override `write_on_batch_end`, `write_on_epoch_end` or both.
@@ -29,7 +27,7 @@ class BasePredictionWriter(Callback):
     """
 
     def __init__(self, write_interval: str = "batch") -> None:
-        check_choice("write_interval", write_interval, _INTERVALS, " or ".join(map(repr, _INTERVALS)))
+        check_choice("write_interval", write_interval, ("batch", "epoch", "batch_and_epoch"))
         self.write_interval = write_interval
         self._predictions: list[list[Any]] = []
         self._indices: list[list[list[int] | None]] = []
@@ -86,8 +84,7 @@ class BasePredictionWriter(Callback):
 
     def on_predict_epoch_end(self, trainer: Trainer, module: TrainingModule) -> None:
         if self.write_interval != "batch":
-            several = self._predictions
-            predictions = several[0] if len(several) == 1 else several
+            predictions = self._predictions[0] if len(self._predictions) == 1 else self._predictions
             self.write_on_epoch_end(trainer, module, predictions, self._indices)
 
     def teardown(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:

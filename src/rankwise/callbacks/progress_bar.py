@@ -59,7 +59,7 @@ class ProgressBar(Callback):
         """Return a bar for an output that cannot move the cursor; `write` gets one line at a time."""
         if self._line_s is None:
             self._line_s = time.monotonic()
-        return _Lines(title, total, leave, write, self._take_line)
+        return _Lines(self, title, total, leave, write)
 
     def _take_line(self) -> bool:
         """Return whether a line is due, and count it as written if so."""
@@ -87,8 +87,7 @@ class ProgressBar(Callback):
         self._move(self._training, trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainingModule) -> None:
-        self._show_metrics(self._training, trainer)
-        self._show_batches(self._training)
+        self._show(self._training, trainer)
 
     def on_train_end(self, trainer: Trainer, module: TrainingModule) -> None:
         _close(self._training, stays=True)
@@ -117,7 +116,7 @@ class ProgressBar(Callback):
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_validation_end(self, trainer: Trainer, module: TrainingModule) -> None:
-        self._show_batches(self._evaluation)
+        self._show(self._evaluation)
         _close(self._evaluation)
 
     on_test_end = on_predict_end = on_validation_end
@@ -126,7 +125,7 @@ class ProgressBar(Callback):
         """Close the bars, also after an exception."""
         _close(self._evaluation)
         if id(self._training) in self._hidden:
-            self._show_batches(self._training)
+            self._show(self._training)
         _close(self._training, stays=True)
         self._training = self._evaluation = self._line_s = None
         self._hidden.clear()
@@ -139,21 +138,17 @@ class ProgressBar(Callback):
     def _move(self, bar: Any, trainer: Trainer | None = None) -> None:
         if bar is None:
             return
-        number = self._hidden.get(id(bar), 0) + 1
-        self._hidden[id(bar)] = number
-        if number < self.refresh_rate:
+        self._hidden[id(bar)] = self._hidden.get(id(bar), 0) + 1
+        if self._hidden[id(bar)] >= self.refresh_rate:
+            self._show(bar, trainer)
+
+    def _show(self, bar: Any, trainer: Trainer | None = None) -> None:
+        """Show the batches that are hidden, and the trainer's metrics."""
+        if bar is None:
             return
         if trainer is not None:
-            self._show_metrics(bar, trainer)
-        self._show_batches(bar)
-
-    def _show_batches(self, bar: Any) -> None:
-        if bar is not None:
-            bar.update(self._hidden.pop(id(bar), 0))
-
-    def _show_metrics(self, bar: Any, trainer: Trainer) -> None:
-        if bar is not None:
             bar.set_postfix(trainer.progress_bar_metrics, refresh=False)
+        bar.update(self._hidden.pop(id(bar), 0))
 
 
 def _close(bar: Any, *, stays: bool = False) -> None:
@@ -188,16 +183,11 @@ class _Lines:
     """A bar that is written as lines: one now and then, and one at the end if it stays."""
 
     def __init__(
-        self,
-        title: str,
-        total: int | None,
-        leave: bool,
-        write: Callable[[str], object],
-        take_line: Callable[[], bool],
+        self, owner: ProgressBar, title: str, total: int | None, leave: bool, write: Callable[[str], object]
     ) -> None:
         self.leave = leave
+        self._owner, self._write = owner, write
         self._title, self._total, self._done, self._shown = title, total, 0, -1
-        self._write, self._take_line = write, take_line
         self._metrics: Mapping[str, float] = {}
         self._began_s = time.monotonic()
         self._is_open = True
@@ -205,7 +195,7 @@ class _Lines:
     def update(self, count: int) -> None:
         """Count batches; write a line if one is due."""
         self._done += count
-        if self._take_line():
+        if self._owner._take_line():
             self._show()
 
     def set_postfix(self, metrics: Mapping[str, float], refresh: bool = True) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
@@ -82,7 +82,10 @@ class RichProgressBar(ProgressBar):
 
     def make_bar(self, title: str, total: int | None, leave: bool) -> Any:
         if self._display is None:
-            console = self._console()
+            from rich.console import Console
+
+            elsewhere = {"force_jupyter": False} if is_started_process() else {}
+            console = Console(**{**elsewhere, **self.console_kwargs})
             if not (console.is_terminal or console.is_jupyter):
                 return self.make_lines(title, total, leave, partial(console.print, **_PLAIN))
             self._display = self._started_display(console)
@@ -94,31 +97,22 @@ class RichProgressBar(ProgressBar):
         super().teardown(trainer, module, stage)
         self._end_display()
 
-    def _console(self) -> Any:
-        from rich.console import Console
-
-        elsewhere = {"force_jupyter": False} if is_started_process() else {}
-        return Console(**{**elsewhere, **self.console_kwargs})
-
     def _started_display(self, console: Any) -> Any:
         from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
         from rich.text import Text
 
         theme = self.theme
 
-        class Speed(ProgressColumn):
-            def render(self, task: Any) -> Text:
-                return Text(f"{task.speed or 0.0:.2f}it/s", style=theme.processing_speed)
+        class Column(ProgressColumn):
+            def __init__(self, style: str, text: Callable[[Any], str]) -> None:
+                super().__init__()
+                self.style, self.text = style, text
 
-        class Times(ProgressColumn):
             def render(self, task: Any) -> Text:
-                left = clock(task.time_remaining)
-                return Text(f"{clock(task.elapsed)} < {left}", style=theme.time)
+                return Text(self.text(task), style=self.style)
 
-        class Batches(ProgressColumn):
-            def render(self, task: Any) -> Text:
-                total = "--" if task.total is None else int(task.total)
-                return Text(f"{int(task.completed)}/{total}", style=theme.batch_progress)
+        def batches(task: Any) -> str:
+            return f"{int(task.completed)}/{'--' if task.total is None else int(task.total)}"
 
         display = Progress(
             TextColumn("{task.description}", style=theme.description),
@@ -127,20 +121,15 @@ class RichProgressBar(ProgressBar):
                 finished_style=theme.progress_bar_finished,
                 pulse_style=theme.progress_bar_pulse,
             ),
-            Batches(),
-            Times(),
-            Speed(),
+            Column(theme.batch_progress, batches),
+            Column(theme.time, lambda task: f"{clock(task.elapsed)} < {clock(task.time_remaining)}"),
+            Column(theme.processing_speed, lambda task: f"{task.speed or 0.0:.2f}it/s"),
             TextColumn("{task.fields[metrics]}", style=theme.metrics, markup=False),
             auto_refresh=False,  # it starts no thread
             console=console,
         )
         display.start()
         return display
-
-    def text_of(self, metrics: Mapping[str, float]) -> str:
-        """Return the metrics as the theme writes them."""
-        values = (f"{name}: {value:{self.theme.metrics_format}}" for name, value in metrics.items())
-        return self.theme.metrics_text_delimiter.join(values)
 
     def bar_closed(self) -> None:
         """End the display when no bar is open, if all bars stay: their lines are the terminal's then."""
@@ -154,31 +143,34 @@ class RichProgressBar(ProgressBar):
             self._display, self._num_open = None, 0
 
 
+@dataclass(eq=False)
 class _Bar:
     """One bar of a display, with tqdm's methods."""
 
-    def __init__(self, owner: RichProgressBar, display: Any, task: Any, leave: bool) -> None:
-        self._owner = owner
-        self._display = display
-        self._task = task
-        self.leave = leave
-        self._is_open = True
+    owner: RichProgressBar
+    display: Any
+    task: Any
+    leave: bool
+    is_open: bool = True
 
     def update(self, count: int) -> None:
-        self._display.update(self._task, advance=count)
-        self._display.refresh()
+        self.display.update(self.task, advance=count)
+        self.display.refresh()
 
     def set_postfix(self, metrics: Mapping[str, float], refresh: bool = True) -> None:
-        self._display.update(self._task, metrics=self._owner.text_of(metrics), refresh=refresh)
+        theme = self.owner.theme
+        values = (f"{name}: {value:{theme.metrics_format}}" for name, value in metrics.items())
+        text = theme.metrics_text_delimiter.join(values)
+        self.display.update(self.task, metrics=text, refresh=refresh)
 
     def close(self) -> None:
         """Stop the bar's clock, or remove the bar; a second call does nothing."""
-        if not self._is_open:
+        if not self.is_open:
             return
-        self._is_open = False
+        self.is_open = False
         if self.leave:
-            self._display.stop_task(self._task)
-            self._display.refresh()
+            self.display.stop_task(self.task)
+            self.display.refresh()
         else:
-            self._display.remove_task(self._task)
-        self._owner.bar_closed()
+            self.display.remove_task(self.task)
+        self.owner.bar_closed()

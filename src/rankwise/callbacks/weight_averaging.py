@@ -1,33 +1,25 @@
-"""`WeightAveraging`: train one model, validate and keep the average of its weights; `EMAWeightAveraging`."""
+"""Callbacks that average weights: over optimizer steps, or over the last epochs at rates of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 from rankwise.callbacks.base import Callback
-from rankwise.checks import check_keywords, check_value
+from rankwise.checks import check_callable, check_choice, check_keywords, check_minimum, check_value
 from rankwise.errors import CheckpointError, ConfigurationError
+from rankwise.ranks import warn
 
 if TYPE_CHECKING:
-    from torch.optim.swa_utils import AveragedModel
-
     from rankwise.strategies import Strategy
     from rankwise.trainer import Trainer, TrainingModule
 
 _ARGUMENTS = ("avg_fn", "multi_avg_fn")
-_EMA_ARGUMENTS = (
-    "device",
-    "use_buffers",
-    "decay",
-    "update_every_n_steps",
-    "update_starting_at_step",
-    "update_starting_at_epoch",
-)
 _REMEDIES = dict.fromkeys(_ARGUMENTS, "WeightAveraging, which takes it.")
 _STATE = ("latest_update_step", "latest_update_epoch")
 
@@ -81,7 +73,7 @@ class WeightAveraging(Callback):
 
     def check_stage(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
         if stage == "fit":
-            check_same_weights(trainer.strategy, type(self).__name__)
+            _check_same_weights(trainer.strategy, type(self).__name__)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _STATE}
@@ -91,8 +83,6 @@ class WeightAveraging(Callback):
             setattr(self, name, int(state_dict[name]))
 
     def on_fit_start(self, trainer: Trainer, module: TrainingModule) -> None:
-        from torch.optim.swa_utils import AveragedModel
-
         if trainer.global_step == 0:  # a new run, perhaps of another module
             self.latest_update_step, self.latest_update_epoch = 0, -1
         device = trainer.strategy.root_device if self._device is None else torch.device(self._device)
@@ -127,8 +117,7 @@ class WeightAveraging(Callback):
     def on_validation_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:
         self._swap(trainer, module)
 
-    def on_validation_epoch_end(self, trainer: Trainer, module: TrainingModule) -> None:
-        self._swap(trainer, module)
+    on_validation_epoch_end = on_validation_epoch_start
 
     def teardown(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
         """Give the module its own weights back, if a validation has failed."""
@@ -141,9 +130,8 @@ class WeightAveraging(Callback):
         if self._average is None or self._is_swapped:
             return None
         if not self._use_buffers:
-            copy_tensors(module.buffers(), self._average.module.buffers())
-        average: nn.Module = self._average.module
-        return average
+            _copy_tensors(module.buffers(), self._average.module.buffers())
+        return self._average.module
 
     def on_save_checkpoint(
         self, trainer: Trainer, module: TrainingModule, checkpoint: dict[str, Any]
@@ -190,7 +178,7 @@ class WeightAveraging(Callback):
             current.copy_(kept)
 
 
-def check_same_weights(strategy: Strategy, callback: str) -> None:
+def _check_same_weights(strategy: Strategy, callback: str) -> None:
     """Refuse an average of the weights where each rank has its own."""
     if not strategy.has_equal_models:
         raise ConfigurationError(
@@ -201,7 +189,7 @@ def check_same_weights(strategy: Strategy, callback: str) -> None:
 
 
 @torch.no_grad()
-def copy_tensors(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
+def _copy_tensors(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
     """Copy the values of tensors to as many others, of the same shapes."""
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source)
@@ -209,7 +197,7 @@ def copy_tensors(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
 
 def broadcast_buffers(module: nn.Module, strategy: Strategy) -> None:
     """Give all ranks rank 0's buffers, in one broadcast by way of the CPU. Collective."""
-    copy_tensors(strategy.broadcast([buffer.cpu() for buffer in module.buffers()]), module.buffers())
+    _copy_tensors(strategy.broadcast([buffer.cpu() for buffer in module.buffers()]), module.buffers())
 
 
 @final
@@ -240,13 +228,15 @@ class EMAWeightAveraging(WeightAveraging):
         **kwargs: Any,
     ) -> None:
         check_value("decay", decay, 0.0 <= decay <= 1.0, "a number from 0 to 1")
-        for name, number in (
-            ("update_every_n_steps", update_every_n_steps),
-            ("update_starting_at_step", update_starting_at_step),
-            ("update_starting_at_epoch", update_starting_at_epoch),
-        ):
+        numbers = {
+            "update_every_n_steps": update_every_n_steps,
+            "update_starting_at_step": update_starting_at_step,
+            "update_starting_at_epoch": update_starting_at_epoch,
+        }
+        for name, number in numbers.items():
             check_value(name, number, number is None or number >= 0, "0 or more")
-        check_keywords("EMAWeightAveraging", kwargs, _EMA_ARGUMENTS, _REMEDIES)
+        known = ("device", "use_buffers", "decay", *numbers)
+        check_keywords("EMAWeightAveraging", kwargs, known, _REMEDIES)
         super().__init__(device=device, use_buffers=use_buffers)
         self.decay = decay
         self.update_every_n_steps = update_every_n_steps
@@ -254,8 +244,6 @@ class EMAWeightAveraging(WeightAveraging):
         self.update_starting_at_epoch = update_starting_at_epoch
 
     def _arguments(self) -> dict[str, Any]:
-        from torch.optim.swa_utils import get_ema_multi_avg_fn
-
         return {"multi_avg_fn": get_ema_multi_avg_fn(self.decay)}
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
@@ -264,3 +252,173 @@ class EMAWeightAveraging(WeightAveraging):
             return is_in_time and self.update_every_n_steps > 0 and step_idx % self.update_every_n_steps == 0
         first = self.update_starting_at_epoch
         return first is not None and epoch_idx is not None and epoch_idx >= first
+
+
+@final
+class StochasticWeightAveraging(Callback):
+    """Give the module, when `max_epochs` are done, the equal average of its weights in the last epochs.
+
+    At the start of each epoch from `swa_epoch_start` on, the weights are added to the average. From then on
+    `torch.optim.swa_utils.SWALR` sets the learning rates, instead of the module's schedulers. Validations and
+    checkpoints have the weights that are trained, until the end. See Izmailov et al., "Averaging Weights
+    Leads to Wider Optima and Better Generalization", 2018.
+
+    Buffers are averaged like weights. For the exact statistics of batch normalisation call
+    `torch.optim.swa_utils.update_bn(loader, module)` after `fit`.
+
+    Args:
+        swa_lrs: the learning rate to anneal to, or one for each parameter group.
+        swa_epoch_start: the first epoch that is averaged, counted from 1 (int), or as a fraction of
+            `max_epochs` (float).
+        annealing_epochs: number of epochs to anneal over.
+        annealing_strategy: `"cos"` or `"linear"`.
+        avg_fn: computes `average, weights, number averaged so far -> average`; by default the equal average.
+        device: where the average is; None for where the module is.
+
+    Raises:
+        InvalidArgumentError, InvalidTypeError: for arguments out of range.
+        ConfigurationError: in `fit`, for endless training, post-local SGD, a number of optimizers other
+            than one, and schedulers in manual optimization.
+    """
+
+    def __init__(
+        self,
+        swa_lrs: float | Sequence[float],
+        swa_epoch_start: int | float = 0.8,
+        annealing_epochs: int = 10,
+        annealing_strategy: str = "cos",
+        avg_fn: Callable[[Tensor, Tensor, Tensor | int], Tensor] | None = None,
+        device: torch.device | str | None = torch.device("cpu"),  # noqa: B008  immutable
+    ) -> None:
+        rates = list(swa_lrs) if isinstance(swa_lrs, (list, tuple)) else [swa_lrs]
+        are_valid = rates and all(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
+        check_value("swa_lrs", swa_lrs, are_valid, "a positive number, or a list of them")
+        is_late = 0 <= swa_epoch_start <= 1 if isinstance(swa_epoch_start, float) else swa_epoch_start >= 1
+        expected = "an epoch from 1 on, or a fraction from 0.0 to 1.0"
+        check_value("swa_epoch_start", swa_epoch_start, is_late, expected)
+        check_minimum("annealing_epochs", annealing_epochs, 0)
+        check_choice("annealing_strategy", annealing_strategy, ("cos", "linear"))
+        if avg_fn is not None:
+            check_callable("avg_fn", avg_fn)
+        self._swa_lrs = rates
+        self._swa_epoch_start = swa_epoch_start
+        self._annealing_epochs = annealing_epochs
+        self._annealing_strategy = annealing_strategy
+        self._avg_fn = avg_fn
+        self._device = device
+        self._reset()
+
+    def _reset(self) -> None:
+        self.latest_update_epoch = -1
+        self._average: AveragedModel | None = None
+        self._scheduler: SWALR | None = None
+        self._replaced: list[Any] = []
+        self._loaded: dict[str, Any] = {}
+
+    def swa_start(self, max_epochs: int) -> int:
+        """Return the first epoch that is averaged, counted from 0."""
+        start = self._swa_epoch_start
+        return max(0, (int(max_epochs * start) if isinstance(start, float) else start) - 1)
+
+    def check_stage(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        if trainer.max_epochs is None or trainer.max_epochs < 0:
+            raise ConfigurationError(
+                message="StochasticWeightAveraging needs a number of epochs.",
+                facts=f"max_epochs={trainer.max_epochs}.",
+                remedy="Trainer(max_epochs=...).",
+            )
+        _check_same_weights(trainer.strategy, "StochasticWeightAveraging")
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._average is None or self._scheduler is None:
+            return {}
+        return {
+            "latest_update_epoch": self.latest_update_epoch,
+            "n_averaged": int(self._average.n_averaged),
+            "average": self._average.module.state_dict(),
+            "scheduler": self._scheduler.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the state until the optimizer exists."""
+        if state_dict:
+            self._loaded = dict(state_dict)
+            self.latest_update_epoch = int(state_dict["latest_update_epoch"])
+
+    def on_fit_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        loaded, self._loaded = self._loaded, {}
+        if len(trainer.optimizers) != 1 or len(trainer.lr_scheduler_configs) > 1:
+            raise ConfigurationError(
+                message="StochasticWeightAveraging needs one optimizer, and at most one scheduler.",
+                facts=f"the module has {len(trainer.optimizers)} optimizers, and "
+                f"{len(trainer.lr_scheduler_configs)} schedulers.",
+                remedy="WeightAveraging, which does not change learning rates.",
+            )
+        if trainer.lr_scheduler_configs and not module.automatic_optimization:
+            raise ConfigurationError(
+                message="StochasticWeightAveraging cannot replace a scheduler that the module steps itself.",
+                facts=f"automatic_optimization of {type(module).__name__} is False.",
+                remedy="WeightAveraging, which does not change learning rates.",
+            )
+        has_batch_norm = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
+        if has_batch_norm and trainer.is_global_zero:
+            warn(
+                "StochasticWeightAveraging averages the statistics of batch normalisation like weights. For "
+                "exact ones call torch.optim.swa_utils.update_bn(loader, module) after fit.",
+            )
+        if loaded:
+            average, scheduler = self._begin(trainer, module)
+            average.module.load_state_dict(loaded["average"])
+            average.n_averaged.fill_(loaded["n_averaged"])
+            scheduler.load_state_dict(loaded["scheduler"])
+
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        epoch = trainer.current_epoch
+        if epoch < self.swa_start(trainer.max_epochs or 0) or epoch <= self.latest_update_epoch:
+            return
+        average = self._average or self._begin(trainer, module)[0]
+        average.update_parameters(module)
+        self.latest_update_epoch = epoch
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        if self._scheduler is not None and trainer.progress.is_epoch_done:
+            self._scheduler.step()
+
+    def _begin(self, trainer: Trainer, module: TrainingModule) -> tuple[AveragedModel, SWALR]:
+        """Make the average, and let its scheduler replace the module's."""
+        [optimizer] = trainer.optimizers
+        rates = self._swa_lrs * len(optimizer.param_groups) if len(self._swa_lrs) == 1 else self._swa_lrs
+        expected = f"one rate, or one for each of {len(optimizer.param_groups)} parameter groups"
+        check_value("swa_lrs", self._swa_lrs, len(rates) == len(optimizer.param_groups), expected)
+        device = trainer.strategy.root_device if self._device is None else torch.device(self._device)
+        average = AveragedModel(module, device=device, avg_fn=self._avg_fn, use_buffers=True)
+        scheduler = SWALR(optimizer, rates, self._annealing_epochs, self._annealing_strategy)  # type: ignore[arg-type]  # checked
+        self._average, self._scheduler, self._replaced = average, scheduler, trainer.lr_scheduler_configs
+        trainer.lr_scheduler_configs = []
+        return average, scheduler
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, module: TrainingModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Keep the states of the module's schedulers; the other scheduler's state is this callback's."""
+        if self._scheduler is not None and "lr_schedulers" in checkpoint:
+            checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in self._replaced]
+
+    def on_train_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Give the module the average if the last epoch is done, and the trainer the module's schedulers."""
+        if self._average is not None and trainer.current_epoch >= (trainer.max_epochs or 0):
+            average = self._average.module
+            _copy_tensors(average.parameters(), module.parameters())
+            _copy_tensors(average.buffers(), module.buffers())
+            broadcast_buffers(module, trainer.strategy)
+        self._end(trainer)
+
+    def teardown(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
+        self._end(trainer)
+
+    def _end(self, trainer: Trainer) -> None:
+        if self._scheduler is not None:
+            trainer.lr_scheduler_configs = self._replaced
+        self._reset()

@@ -84,13 +84,13 @@ class TorchCheckpointIO(CheckpointIO):
             if found:
                 name = what.rpartition(".")[2]
                 remedy += f" If you trust file and class: torch.serialization.add_safe_globals([{name}])."
-            raise _load_error(path, problem, remedy) from error
+            raise _error(path, problem, remedy) from error
         except Exception as error:
             reraise_from_handler(error, handled)
-            raise _load_error(path, f"could not be read: {reason_for(error, handled)}") from error
+            raise _error(path, f"could not be read: {reason_for(error, handled)}") from error
         if not isinstance(checkpoint, dict):
             kind = type(checkpoint).__name__
-            raise _load_error(path, f"holds a {kind}, but a checkpoint is a dictionary")
+            raise _error(path, f"holds a {kind}, but a checkpoint is a dictionary")
         return checkpoint
 
     def link_checkpoint(self, path: str | os.PathLike[str], link: str | os.PathLike[str]) -> None:
@@ -107,26 +107,19 @@ class TorchCheckpointIO(CheckpointIO):
 
 
 def _write(checkpoint: dict[str, Any], file: IO[bytes], path: str | os.PathLike[str]) -> None:
+    """Write a checkpoint to a file; raise if it cannot be loaded with `weights_only=True`."""
     _check_size(checkpoint, path, "cannot be written, as it holds")
     torch.save(checkpoint, file)
-    check_loadable(checkpoint, file, os.fspath(path))
-
-
-def check_loadable(checkpoint: dict[str, Any], file: IO[bytes], path: str) -> None:
-    """Raise if `file`, which contains `checkpoint`, cannot be loaded with `weights_only=True`.
-
-    torch reads the names in the pickle, not the data of tensors.
-    """
     file.seek(0)
-    refused = set(get_unsafe_globals_in_checkpoint(file))
+    refused = set(get_unsafe_globals_in_checkpoint(file))  # torch reads the names, not the data of tensors
     if not refused:
         return
     places = ", ".join(itertools.islice(_places(checkpoint, "checkpoint", refused, {}), _MAX_NAMED))
     names = ", ".join(sorted(refused)[:_MAX_NAMED])
-    raise CheckpointError(
-        path=path,
-        problem=f"cannot be written, as weights_only=True does not load {places or names}",
-        remedy="keep tensors, numbers, strings, lists and dictionaries of them, such as array.tolist(), "
+    raise _error(
+        path,
+        f"cannot be written, as weights_only=True does not load {places or names}",
+        "keep tensors, numbers, strings, lists and dictionaries of them, such as array.tolist(), "
         f"member.name, str(date) or vars(namespace); or, if you trust {names}: "
         "torch.serialization.add_safe_globals([...]), here and wherever it is loaded.",
     )
@@ -167,7 +160,7 @@ class _PicklerWithoutData(pickle.Pickler):
         return "" if torch.is_storage(value) else None
 
 
-def _load_error(path: str | os.PathLike[str], problem: str, remedy: str = _INTACT_FILE) -> CheckpointError:
+def _error(path: str | os.PathLike[str], problem: str, remedy: str = _INTACT_FILE) -> CheckpointError:
     return CheckpointError(path=os.fspath(path), problem=problem, remedy=remedy)
 
 
@@ -175,9 +168,9 @@ def _check_size(checkpoint: Any, path: str | os.PathLike[str], verb: str) -> Non
     """Raise if values or data of tensors repeat so often that to compare, print or copy them would hang."""
     places, repeated = _size(checkpoint, {})
     if places > _MAX_PLACES and places > _MAX_PLACES + sum(1 for _ in walked(checkpoint, _parts)):
-        raise _load_error(path, f"{verb} values at {places} places, as containers occur in it repeatedly")
+        raise _error(path, f"{verb} values at {places} places, as containers occur in it repeatedly")
     if repeated > _MAX_REPEATED:
-        raise _load_error(path, f"{verb} tensors that repeat their data to {repeated} bytes more than it has")
+        raise _error(path, f"{verb} tensors that repeat their data to {repeated} bytes more than it has")
 
 
 def _size(value: Any, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
@@ -186,7 +179,8 @@ def _size(value: Any, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
         return known[id(value)]
     parts = _parts(value)
     if parts is None:
-        return 1, _repeated_bytes(value) if isinstance(value, torch.Tensor) else 0
+        has_data = isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta
+        return 1, max(0, value.nbytes - value.untyped_storage().nbytes()) if has_data else 0
     places, repeated = 1 + len(parts), 0
     for part in parts:
         if type(part) not in _SCALARS:
@@ -195,12 +189,6 @@ def _size(value: Any, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
             repeated += of_part[1]
     known[id(value)] = places, repeated
     return places, repeated
-
-
-def _repeated_bytes(tensor: torch.Tensor) -> int:
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        return 0
-    return max(0, tensor.nbytes - tensor.untyped_storage().nbytes())
 
 
 def _parts(value: Any) -> list[Any] | None:
@@ -216,20 +204,20 @@ def _check_file(path: Path) -> None:
     """Raise unless `path` is an intact archive; torch itself does not detect changed bytes in a tensor."""
     check_regular_file(path, _INTACT_FILE)
     if not path.exists():
-        raise _load_error(path, "does not exist; a relative path starts at the working directory")
+        raise _error(path, "does not exist; a relative path starts at the working directory")
     with path.open("rb") as file:
         start = file.read(2)
     if start != b"PK":
-        raise _load_error(path, "is not a file of torch.save" if start else "is empty")
+        raise _error(path, "is not a file of torch.save" if start else "is empty")
     if not zipfile.is_zipfile(path):
-        raise _load_error(path, "is cut off")
+        raise _error(path, "is cut off")
     try:
         with zipfile.ZipFile(path) as archive:
             # torch compresses nothing: a small file must not become large in memory.
             if sum(record.file_size for record in archive.infolist()) > path.stat().st_size:
-                raise _load_error(path, "is damaged: its records are larger than the file")
+                raise _error(path, "is damaged: its records are larger than the file")
             damaged = archive.testzip() if get_crc32_options() else None
     except zipfile.BadZipFile:
         damaged = "table of contents"
     if damaged:
-        raise _load_error(path, f"is damaged: the checksum of its record {damaged!r} does not match")
+        raise _error(path, f"is damaged: the checksum of its record {damaged!r} does not match")

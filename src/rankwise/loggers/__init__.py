@@ -8,19 +8,15 @@ from rankwise.start import lazy_names
 
 if TYPE_CHECKING:
     from rankwise.loggers.base import Logger, rank_zero_experiment
-    from rankwise.loggers.csv_files import CSVLogger
-    from rankwise.loggers.mlflow import MLFlowLogger
     from rankwise.loggers.names import LoggerRegistry
-    from rankwise.loggers.tensorboard import TensorBoardLogger
-    from rankwise.loggers.wandb import WandbLogger
+    from rankwise.loggers.run_folders import CSVLogger, TensorBoardLogger
+    from rankwise.loggers.services import MLFlowLogger, WandbLogger
 
 _HOMES = {
     "rankwise.loggers.base": "Logger rank_zero_experiment",
-    "rankwise.loggers.csv_files": "CSVLogger",
-    "rankwise.loggers.mlflow": "MLFlowLogger",
     "rankwise.loggers.names": "LoggerRegistry",
-    "rankwise.loggers.tensorboard": "TensorBoardLogger",
-    "rankwise.loggers.wandb": "WandbLogger",
+    "rankwise.loggers.run_folders": "CSVLogger TensorBoardLogger",
+    "rankwise.loggers.services": "MLFlowLogger WandbLogger",
 }
 
 __all__ = [

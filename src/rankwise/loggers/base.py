@@ -1,26 +1,24 @@
-"""`Logger` and `RunFolderLogger`, the base classes of loggers; `rank_zero_experiment`."""
+"""`Logger`, the base class of loggers; `rank_zero_experiment`; the forms in which loggers write values."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
-import os
 from abc import ABC, abstractmethod
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import Any, TypeAlias, TypeVar, final
+
+from torch import Tensor, nn
 
 from rankwise import ranks
 from rankwise.errors import text_of
-from rankwise.paths import absolute_path
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from rankwise.loggers.values import HyperParameters
+from rankwise.nested import is_numpy_scalar, once_each
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+HyperParameters: TypeAlias = Mapping[str, Any] | Namespace
 
 
 class Logger(ABC):
@@ -95,26 +93,17 @@ class NoExperiment:
             raise AttributeError(name)  # protocols, such as copying, must not take it for something else
         return self
 
-    def __setattr__(self, name: str, value: object) -> None:
-        """Set nothing."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> NoExperiment:
+    def _itself(self, *args: Any, **kwargs: Any) -> NoExperiment:
         return self
 
-    def __getitem__(self, key: object) -> NoExperiment:
-        return self
-
-    def __setitem__(self, key: object, value: object) -> None:
-        """Set nothing."""
+    def _nothing(self, *args: Any) -> None:
+        """Set and end nothing."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())
 
-    def __enter__(self) -> NoExperiment:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """End nothing."""
+    __call__ = __getitem__ = __enter__ = _itself
+    __setattr__ = __setitem__ = __exit__ = _nothing
 
 
 @final
@@ -181,72 +170,76 @@ def finalize_all(loggers: Iterable[Logger], status: str) -> None:
         raise errors[0]
 
 
-class RunFolderLogger(Logger):
-    """Base class of loggers that write files into a folder of each run.
+# ------------------------------------------------------------------ the forms of values
+
+
+def nested_parameters(params: Any) -> Any:
+    """Return hyper parameters as dictionaries, lists and values that JSON has; other values as strings."""
+
+    @once_each
+    def nested(value: Any) -> Any:
+        if (items := _items(value)) is not None:
+            return {str(name): nested(item) for name, item in items}
+        return [nested(item) for item in value] if isinstance(value, (list, tuple)) else _plain(value)
+
+    return nested(params)
+
+
+def flat_parameters(params: HyperParameters) -> dict[str, bool | int | float | str | None]:
+    """Return hyper parameters in one dictionary, nested names joined by "/"; other values as strings.
+
+    Example:
+        >>> flat_parameters({"optimizer": {"lr": 0.1}, "layers": [8, 8]})
+        {'optimizer/lr': 0.1, 'layers': '[8, 8]'}
+    """
+    return dict(_flat("", params))
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    items = _items(value)
+    if items is None:
+        yield prefix, _plain(value)
+    elif not items and prefix:
+        yield prefix, "{}"
+    for name, item in items or ():
+        yield from _flat(f"{prefix}/{name}" if prefix else str(name), item)
+
+
+def _items(value: Any) -> list[tuple[Any, Any]] | None:
+    """Return the items of what has names, and None for other values."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, Namespace):
+        return list(vars(value).items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return None
+
+
+def _plain(value: Any) -> Any:
+    if is_numpy_scalar(value) or (isinstance(value, Tensor) and value.numel() == 1):
+        return value.item()
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def numbers(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return metrics as Python's numbers, with `prefix-` before each name if there is a prefix."""
+    return {
+        f"{prefix}-{name}" if prefix else name: value.item() if isinstance(value, Tensor) else value
+        for name, value in metrics.items()
+    }
+
+
+def image_array(image: Any) -> Any:
+    """Return an image as a NumPy array, of shape (height, width) or (height, width, channels).
 
     Args:
-        save_dir: the parent folder of all runs.
-        name: the folder in `save_dir` for these runs; None or "" for `save_dir` itself.
-        version: number, or folder name, of the run; by default the first unused number.
-        prefix: put before the names of metrics, with a hyphen.
+        image: a tensor of shape (channels, height, width) or (height, width), a NumPy array with the channels
+            last, or an image of Pillow. Floating-point values are from 0 to 1, integers from 0 to 255.
     """
+    if isinstance(image, Tensor):
+        image = image.detach().cpu()
+        return (image.permute(1, 2, 0) if image.ndim == 3 else image).numpy()
+    import numpy as np
 
-    def __init__(
-        self,
-        save_dir: str | os.PathLike[str],
-        name: str | None = "rankwise_logs",
-        version: int | str | None = None,
-        prefix: str = "",
-    ) -> None:
-        self._save_dir = absolute_path(save_dir)
-        self._name = name or ""
-        self._version = version
-        self._is_version_given = version is not None
-        self._prefix = prefix
-
-    @property
-    def name(self) -> str:
-        """The folder in `save_dir`."""
-        return self._name
-
-    @property
-    def save_dir(self) -> str:
-        """The parent folder of all runs."""
-        return self._save_dir
-
-    @property
-    def root_dir(self) -> str:
-        """The parent folder of the runs of this name."""
-        return str(Path(self._save_dir) / self._name)
-
-    @property
-    def version(self) -> int | str:
-        """The run's number or name; by default the first number that is unused at the first access."""
-        if self._version is None:
-            taken = [path.name.removeprefix("version_") for path in self._run_folders()]
-            self._version = 1 + max((int(number) for number in taken if number.isdigit()), default=-1)
-        return self._version
-
-    @property
-    def log_dir(self) -> str:
-        """The run's folder."""
-        return str(self._folder_of(self.version))
-
-    @property
-    def log_dirs(self) -> list[str]:
-        """The folders of all runs, or of this run only if `version` was given."""
-        if self._is_version_given:
-            return [self.log_dir]
-        return [str(path) for path in self._run_folders()]
-
-    def _run_folders(self) -> list[Path]:
-        return list(Path(self.root_dir).glob("version_*"))
-
-    def _folder_of(self, version: int | str) -> Path:
-        return Path(self.root_dir) / (version if isinstance(version, str) else f"version_{version}")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"version": self.version}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._version = state_dict["version"]
+    return np.asarray(image)

@@ -20,7 +20,7 @@ from rankwise.callbacks import (
     Timer,
     TQDMProgressBar,
 )
-from rankwise.callbacks.timer import parse_duration
+from rankwise.callbacks.stopping import parse_duration
 from rankwise.checks import check_choice, check_is_a, check_value, checked_list
 from rankwise.compatibility.names import TRAINER_ARGUMENTS
 from rankwise.errors import ConfigurationError, InvalidArgumentError, UnknownArgumentError
