@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from rankwise import DDPStrategy, Strategy, Trainer, TrainingModule
-from rankwise.gradient_sync.buckets import mean_over_ranks
 from rankwise.precision import MasterWeightsPrecision, MixedPrecision
-from rankwise.process_group.collectives import all_gather
+from rankwise.process_group.collectives import all_gather, all_reduce
 
 SAMPLES = 16
 
@@ -94,7 +93,7 @@ def gather_on_two(strategy: Strategy) -> list[list[float]]:
         assert own.grad is not None
         assert gathered.device == own.grad.device == device
         found += [gathered.flatten().tolist(), own.grad.tolist()]
-    return [*found, [mean_over_ranks(rank + 1.0, None)]]
+    return [*found, [all_reduce(rank + 1.0)]]
 
 
 def fail_on_one(strategy: Strategy) -> None:

@@ -7,6 +7,7 @@ import math
 import multiprocessing
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from multiprocessing import resource_tracker
 from typing import Any, NamedTuple, TypeVar, final
@@ -25,10 +26,7 @@ T = TypeVar("T")
 
 @final
 class SeededBatch(list[Any]):
-    """Indices of a batch; iterating over them seeds the process's random numbers.
-
-    So a DataLoader's worker draws the same random numbers for a batch, whatever it has loaded before.
-    """
+    """Indices of a batch; iterating over them seeds the random numbers that a worker draws for the batch."""
 
     def __init__(self, indices: list[Any], seed: int) -> None:
         super().__init__(indices)
@@ -48,11 +46,6 @@ class BatchStream(Sampler[Any]):
 
     If the sampler has a generator of the user's, its seed replaces `seed`. With `worker_seed`, for loaders
     with workers, each batch is a `SeededBatch`, with a seed made of that one.
-
-    Attributes:
-        first: the number in the epoch of the first batch that is yielded.
-        skipped: the number of the sampler's batches that are skipped before it.
-        variant: numbers that change the order too; none by default.
     """
 
     def __init__(self, batches: Any, *, seed: int, rank: int, worker_seed: int | None) -> None:
@@ -61,8 +54,10 @@ class BatchStream(Sampler[Any]):
         self.seed = seed
         self.rank = rank
         self.worker_seed = worker_seed
-        self.epoch = self.first = self.skipped = 0
-        self.variant: tuple[int, ...] = ()
+        self.epoch = 0
+        self.first = 0  # the number in the epoch of the first batch that is yielded
+        self.skipped = 0  # how many of the sampler's batches are skipped before it
+        self.variant: tuple[int, ...] = ()  # numbers that change the order too
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, also in a batch sampler that has `set_epoch`."""
@@ -77,8 +72,7 @@ class BatchStream(Sampler[Any]):
         return remaining if self.worker_seed is None else self._seeded(remaining, self.worker_seed)
 
     def _drawn(self) -> Iterator[Any]:
-        is_ours = isinstance(self.sampler, ShardedSampler) or isinstance(self.batches, ShardedSampler)
-        if is_ours or math.isinf(length_of(self.batches)):
+        if ShardedSampler in (type(self.sampler), type(self.batches)) or math.isinf(length_of(self.batches)):
             return iter(self.batches)  # a `ShardedSampler` seeds itself; others may be endless
         user_seed = own_seed(self.batches)
         seed = mixed_seed(self.seed if user_seed is None else user_seed, self.epoch, *self.variant)
@@ -92,10 +86,7 @@ class BatchStream(Sampler[Any]):
 
 
 def with_batch_stream(loader: Loader, *, seed: int, rank: int) -> tuple[Loader, int]:
-    """Return `loader` with its batches of indices, if it has any, as a `BatchStream`; and its seed.
-
-    That is `seed`, together with that of the loader's own generator; see `start_with_seed`.
-    """
+    """Return `loader` with its batches of indices, if any, as a `BatchStream`; and its `start_with_seed`."""
     generator = getattr(loader, "generator", None)
     own = seed if generator is None else mixed_seed(seed, generator.initial_seed())
     if not is_shardable(loader) or loader.batch_sampler is None:
@@ -137,17 +128,13 @@ class SizedBatches:
 
     The numbers are known for a plain `DataLoader` that collates samples: from its batches of indices or, if
     it has none or loads them in any order, from the input of its collate function. They are not known if
-    nothing
-    in the batch has that length: a collate function, or `__getitems__`, has left samples out, or made more.
-
-    Attributes:
-        sizes: of the batches that were yielded since the last begin, in their order; None for unknown.
-        indices: their samples' indices in the data set; None for unknown.
+    nothing in the batch has that length: a collate function, or `__getitems__`, has left samples out, or made
+    more.
     """
 
     def __init__(self, loader: Any) -> None:
-        self.sizes: deque[int | None] = deque()
-        self.indices: deque[list[Any] | None] = deque()
+        self.sizes: deque[int | None] = deque()  # of the batches that were yielded since the last begin
+        self.indices: deque[list[Any] | None] = deque()  # of their samples, in the data set
         self._loader = loader
         self._described: Callable[[Any], tuple[int | None, list[Any] | None, Any]] = _undescribed
         is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
@@ -159,7 +146,7 @@ class SizedBatches:
             self._loader = with_indices_from(loader, counted)
             self._described = counted.described
         elif getattr(loader.dataset, "__getitems__", None) is None:  # which may return anything
-            self._loader = with_attributes(loader, collate_fn=_CountedCollate(loader.collate_fn))
+            self._loader = with_attributes(loader, collate_fn=partial(_counted_collate, loader.collate_fn))
             self._described = tuple
 
     def __iter__(self) -> Iterator[Any]:
@@ -175,19 +162,18 @@ class SizedBatches:
 
     def described(self) -> Iterator[DescribedBatch]:
         """Start the loader's workers; return its batches, each with the number of samples and indices."""
-        return self._counted(_begun(self._loader))
+        return map(self._checked, _begun(self._loader))
 
-    def _counted(self, batches: Iterator[Any]) -> Iterator[DescribedBatch]:
-        for loaded in batches:
-            size, indices, batch = self._described(loaded)
-            yield batch, size if size is None or _has_size(batch, size) else None, indices
+    def _checked(self, loaded: Any) -> DescribedBatch:
+        size, indices, batch = self._described(loaded)
+        return batch, size if size is None or _has_size(batch, size) else None, indices
 
 
 def _has_size(batch: Any, size: int) -> bool:
-    """Return whether something in a batch has the length `size`: the batch may hold so many samples.
+    """Return whether a batch may hold so many samples: something in it, if anything, has that length.
 
-    The length is the first or second dimension of a tensor or array, or the length of a list or tuple. The
-    size is accepted for a batch without any of them, and for a single sample, which need not be in a list.
+    The length is the first or second dimension of a tensor or array, or the length of a list or tuple. A
+    single sample need not be in a list.
     """
     first = batch[0] if type(batch) in (list, tuple) and batch else batch
     if size == 1 or (type(first) is Tensor and first.ndim and first.shape[0] == size):  # as most batches are
@@ -221,15 +207,8 @@ def _begun(loader: Any) -> Iterator[Any]:
         return iter(loader)
 
 
-@final
-class _CountedCollate:
-    """A collate function that also returns the number of samples, and None for their indices."""
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self.collate = collate
-
-    def __call__(self, samples: list[Any]) -> tuple[int, None, Any]:
-        return len(samples), None, self.collate(samples)
+def _counted_collate(collate: Callable[[Any], Any], samples: list[Any]) -> tuple[int, None, Any]:
+    return len(samples), None, collate(samples)
 
 
 @final
@@ -275,7 +254,7 @@ def batch_sizes(loader: Any) -> BatchSizes | None:
     Call it after `set_epoch`, because it draws the batches of a user's own batch sampler for the epoch.
     Batches are counted from the epoch's first one, also if the loader starts at a later one.
     """
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+    if not is_shardable(loader):
         return None
     batches: Any = loader.batch_sampler
     first = 0

@@ -16,6 +16,7 @@ from rankwise.nested import contained, map_nested, walked
 
 Mode = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
 Row = list[Any]
+_END: Any = object()
 
 _LENGTHS: Mapping[str, Callable[[Iterable[float]], float]] = {
     "min_size": min,
@@ -115,8 +116,7 @@ def rows(
 ) -> Iterator[Row]:
     """Yield a batch of each loader at a time, by a mode that is not sequential.
 
-    Each of `starts` begins a pass over its loader, and takes the number of the pass. The first number is the
-    one in `passes`, or 0.
+    Each of `starts` begins a pass over its loader, and takes its number: first the one in `passes`, or 0.
     """
     first = [0] * len(starts) if passes is None else passes
     iterators = [start(number) for start, number in zip(starts, first, strict=True)]
@@ -135,27 +135,23 @@ def _cycled(
     while True:
         row = []
         for number, iterator in enumerate(iterators):
-            for batch in iterator:
-                row.append(batch)
-                break
-            else:
+            batch = next(iterator, _END)
+            if batch is _END:
                 has_ended[number] = True
                 if all(has_ended):
                     return
                 passes[number] += 1
                 iterators[number] = starts[number](passes[number])
-                row.append(_first_batch(iterators[number], number))
+                batch = next(iterators[number], _END)
+            if batch is _END:
+                raise ConfigurationError(
+                    message=f"Loader {number} of several has no batch, so it cannot begin again.",
+                    facts='with the mode "max_size_cycle" a loader that has ended begins again.',
+                    remedy="give it data that can be read again, which a generator cannot; or choose another "
+                    "mode.",
+                )
+            row.append(batch)
         yield row
-
-
-def _first_batch(iterator: Iterator[Any], number: int) -> Any:
-    for batch in iterator:
-        return batch
-    raise ConfigurationError(
-        message=f"Loader {number} of several has no batch, so it cannot begin again.",
-        facts='with the mode "max_size_cycle" a loader that has ended begins again.',
-        remedy="give it data that can be read again, which a generator cannot; or choose another mode.",
-    )
 
 
 def check_iterable(loader: Any) -> None:
@@ -175,11 +171,10 @@ def is_collection(given: Any) -> bool:
     """Return whether a value is a container of loaders; a list without any `DataLoader` is one of batches."""
     if isinstance(given, Mapping):
         return True
-    return isinstance(given, (list, tuple)) and (not given or any(map(_is_loader, walked(given))))
-
-
-def _is_loader(value: Any) -> bool:
-    return isinstance(value, (DataLoader, CombinedLoader))
+    kinds = (DataLoader, CombinedLoader)
+    return isinstance(given, (list, tuple)) and (
+        not given or any(isinstance(each, kinds) for each in walked(given))
+    )
 
 
 def _numbered(collection: Any, leaves: list[Any]) -> Any:

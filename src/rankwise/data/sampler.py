@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from itertools import count, cycle, islice
+from itertools import chain, count, cycle, islice
 from typing import Any, Literal, final
 
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
-from rankwise.errors import InvalidArgumentError
+from rankwise.checks import check_minimum, check_value
 from rankwise.seed import isolated_random_state, mixed_seed, random_generators_in, seed_of
 
 Uneven = Literal["pad", "drop", "keep"]
@@ -19,11 +19,9 @@ _CHUNK = 1024  # number of items of an endless stream that are drawn at a time
 
 def check_part(num_replicas: int, rank: int) -> None:
     """Raise InvalidArgumentError unless `rank` is one of `num_replicas` parts of the data."""
-    if num_replicas < 1:
-        raise InvalidArgumentError(argument="num_replicas", value=num_replicas, expected="1 or more")
-    if not 0 <= rank < num_replicas:
-        expected = f"a part from 0 to {num_replicas - 1}: there are num_replicas={num_replicas}"
-        raise InvalidArgumentError(argument="rank", value=rank, expected=expected)
+    check_minimum("num_replicas", num_replicas, 1)
+    expected = f"a part from 0 to {num_replicas - 1}: there are num_replicas={num_replicas}"
+    check_value("rank", rank, 0 <= rank < num_replicas, expected)
 
 
 @final
@@ -106,18 +104,12 @@ class ShardedSampler(Sampler[Any]):
 
         None if the order cannot differ, as with torch's random and sequential samplers, or has no end.
         """
-        is_fixed = type(self._innermost) in (RandomSampler, SequentialSampler)
-        if is_fixed or math.isinf(length_of(self.sampler)):
-            return None
-        return hashlib.blake2b(repr(self._drawn_ahead()).encode(), digest_size=8).hexdigest()
-
-    @property
-    def _innermost(self) -> Any:
-        """The sampler, or that in a batch sampler or limit of torch's and rankwise's."""
         inner = self.sampler
         while type(inner) in (BatchSampler, LimitedSampler):
             inner = inner.sampler
-        return inner
+        if type(inner) in (RandomSampler, SequentialSampler) or math.isinf(length_of(self.sampler)):
+            return None
+        return hashlib.blake2b(repr(self._drawn_ahead()).encode(), digest_size=8).hexdigest()
 
     def _drawn_ahead(self) -> Sequence[Any]:
         """Draw the items of the next pass, unless that is done; those in sequence need no memory."""
@@ -196,11 +188,8 @@ def with_wrapped(sampler: Any) -> list[Any]:
 
 def own_generators(sampler: Any) -> list[Any]:
     """Return the random generators among the attributes of a sampler, its class and the samplers in it."""
-    attributes: list[Any] = []
-    for inner in with_wrapped(sampler):
-        for owner in (inner, *type(inner).__mro__):
-            attributes += getattr(owner, "__dict__", {}).values()
-    return random_generators_in(attributes)
+    owners = [owner for inner in with_wrapped(sampler) for owner in (inner, *type(inner).__mro__)]
+    return random_generators_in(chain(*(getattr(owner, "__dict__", {}).values() for owner in owners)))
 
 
 def own_seed(sampler: Any) -> int | None:

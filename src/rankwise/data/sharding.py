@@ -75,7 +75,7 @@ def shard_for_evaluation(loader: Loader, num_replicas: int, rank: int, *, seed: 
     sampler = _split_sampler_of(loader) if is_shardable(loader) else None
     if isinstance(sampler, DistributedSampler) and _is_split_for(loader, num_replicas, rank):
         return _without_padding(loader, sampler)
-    if is_shardable(loader) and type(loader.batch_sampler) is BatchSampler and not is_split(loader):
+    if sampler is None and is_shardable(loader) and type(loader.batch_sampler) is BatchSampler:
         loader = _without_last_batch(loader, loader.batch_sampler)
     return shard_for_training(loader, num_replicas, rank, seed=seed, uneven="keep")
 
@@ -125,22 +125,15 @@ def _without_last_batch(loader: Loader, batches: BatchSampler) -> Loader:
 def in_dataset_order(loader: Loader) -> Loader:
     """Return `loader` in the order of the data, if torch's own samplers shuffle or split it.
 
-    That replaces the sampler of `DataLoader(shuffle=True)` and a `DistributedSampler` by a
-    `SequentialSampler`. Samplers that select samples (by weights, a subset, with replacement) and users' own
-    stay.
+    Samplers that select samples (by weights, a subset, with replacement) and users' own stay.
     """
     sampler = _sampler_of(loader) if is_shardable(loader) else None
+    source: Any = None
     if isinstance(sampler, DistributedSampler) and _is_torch_order(sampler):
-        dataset: Any = sampler.dataset
-    elif (
-        type(sampler) is RandomSampler
-        and not sampler.replacement
-        and sampler.num_samples == len(sampler.data_source)
-    ):
-        dataset = sampler.data_source
-    else:
-        return loader
-    return _resampled(loader, SequentialSampler(dataset))
+        source = sampler.dataset
+    elif type(sampler) is RandomSampler and not sampler.replacement:
+        source = sampler.data_source if sampler.num_samples == len(sampler.data_source) else None
+    return loader if source is None else _resampled(loader, SequentialSampler(source))
 
 
 def is_in_dataset_order(loader: DataLoader[Any]) -> bool:
@@ -277,10 +270,8 @@ def _resampled(loader: Loader, sampler: Any, **changes: Any) -> Loader:
     """Return a copy of `loader` that gets its samples, or torch's batches of them, from `sampler`."""
     if loader.batch_sampler is None:
         return with_indices_from(loader, sampler)
-    resampled: Any = copy.copy(loader.batch_sampler)
-    resampled.sampler = sampler
-    for name, value in changes.items():
-        setattr(resampled, name, value)
+    resampled = copy.copy(loader.batch_sampler)
+    vars(resampled).update(sampler=sampler, **changes)
     return with_indices_from(loader, resampled, sampler)
 
 

@@ -2,10 +2,9 @@
 
 from rankwise.gradient_sync.buckets import reduce_gradients
 from rankwise.gradient_sync.comm_hook import register_ddp_comm_hook
-from rankwise.gradient_sync.context import gradient_sync_context
 from rankwise.gradient_sync.hook_registry import CommHookRegistry, HookPlace, NamedHook
 from rankwise.gradient_sync.options import GradientSyncMode
-from rankwise.gradient_sync.sync import GradientSync
+from rankwise.gradient_sync.sync import GradientSync, gradient_sync_context
 
 __all__ = [
     "CommHookRegistry",

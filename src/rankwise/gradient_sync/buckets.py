@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from rankwise.errors import ConfigurationError
-from rankwise.process_group.collectives import collective_device, is_distributed
+from rankwise.process_group.collectives import all_reduce
 
 BUCKET_BYTES = 32 * 2**20
 FULL_PRECISION = (torch.float32, torch.float64)
@@ -79,7 +78,7 @@ def reduce_listed(
         write_means(members, flat, flat[sum(parameter.numel() for parameter in members) :].tolist())
     if weight is None:
         return None
-    return float(works[0][1][-1]) if is_weight_inside else mean_over_ranks(weight, group)
+    return float(works[0][1][-1]) if is_weight_inside else all_reduce(weight, group)
 
 
 @final
@@ -115,12 +114,9 @@ class HookBucket:
 def reduce_with_hook(
     parameters: Sequence[Tensor], hook: Callable[[Any], Any], group: dist.ProcessGroup | None
 ) -> None:
-    """Average the gradients of `parameters` with a hook, which gets one `HookBucket` after the other.
+    """Average gradients as `reduce_gradients` does, with a hook, which gets one `HookBucket` after the other.
 
-    A separate all-reduce says which gradients exist, because a hook may round or drop the flags. A gradient
-    that exists on no rank stays None, as in `reduce_gradients`.
-
-    Collective: every rank must call this, with the same parameters in the same order.
+    A separate all-reduce says which gradients exist, because a hook may round or drop the flags.
     """
     require_dense(parameters)
     buckets = list(buckets_of(parameters, BUCKET_BYTES))
@@ -136,16 +132,7 @@ def reduce_with_hook(
     for members, future in zip(buckets, futures, strict=True):
         reduced: Any = future.wait()
         flat = reduced if isinstance(reduced, Tensor) else reduced[0]
-        write_means(members, flat, list(itertools.islice(exists, len(members))))
-
-
-def mean_over_ranks(weight: float, group: dist.ProcessGroup | None) -> float:
-    """Return the mean of all ranks' weights, by a collective; without a process group return `weight`."""
-    if not is_distributed(group):
-        return weight
-    total = torch.tensor([weight], dtype=torch.double, device=collective_device(group))
-    dist.all_reduce(total, group=group)
-    return float(total) / dist.get_world_size(group)
+        write_means(members, flat, exists)
 
 
 def require_dense(parameters: Iterable[Tensor]) -> None:
@@ -185,7 +172,7 @@ def concatenated_gradients(parameters: Sequence[Tensor], *tail: Tensor) -> Tenso
 
 
 def write_means(parameters: Sequence[Tensor], flat: Tensor, exists: Iterable[float]) -> None:
-    """Copy flat averaged gradients into the gradients of `parameters` for which `exists` is not 0."""
+    """Copy flat averaged gradients into those of `parameters` for which the next of `exists` is not 0."""
     targets, sources = [], []
     means = _unflatten_dense_tensors(flat, parameters)
     for parameter, mean, flag in zip(parameters, means, exists, strict=False):
@@ -203,10 +190,9 @@ def write_means(parameters: Sequence[Tensor], flat: Tensor, exists: Iterable[flo
 @final
 @dataclass(eq=False)
 class FlatGradients:
-    """The gradients of some parameters, as one tensor for each storage that only they occupy.
+    """The gradients of some parameters, as one tensor for each storage that only they occupy: DDP's buckets.
 
-    With `gradient_as_bucket_view=True` these tensors are DDP's buckets, so an operation on all gradients
-    takes one kernel for each bucket.
+    With `gradient_as_bucket_view=True` an operation on all gradients takes one kernel for each bucket.
     """
 
     parameters: Sequence[Tensor]

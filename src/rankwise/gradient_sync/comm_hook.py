@@ -217,11 +217,7 @@ def register_ddp_comm_hook(
             expected="a DistributedDataParallel",
             remedy="module = strategy.setup_module(module)",
         )
-    names: tuple[tuple[Any, Any], ...] = (
-        (state, ddp_comm_state),
-        (hook, ddp_comm_hook),
-        (wrapper, ddp_comm_wrapper),
-    )
+    names: list[Any] = [(state, ddp_comm_state), (hook, ddp_comm_hook), (wrapper, ddp_comm_wrapper)]
     if any(own is not None and other is not None for own, other in names):
         raise ConfigurationError(
             message="register_ddp_comm_hook() got one argument by two names.",
@@ -289,16 +285,13 @@ def write_state(state: Any, saved: Mapping[str, Any]) -> None:
 def state_for_rank(saved: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
     """Return one rank's part of the states that all ranks have saved.
 
-    If the world size has changed, every rank gets the mean of all ranks' errors, so that the average of what
-    has not been sent yet stays the same.
+    On another number of ranks each one gets the mean of all errors, so that the average of what has not been
+    sent yet stays the same.
     """
     if len(saved) == world_size:
         return dict(saved[rank])
-    first = dict(saved[0])
-    if errors := first.get("errors"):
-        first["errors"] = {}
-        others = [state["errors"] for state in saved]
-        for name in errors:
-            parts = [other[name] for other in others if name in other]
-            first["errors"][name] = torch.stack(parts).sum(dim=0) / len(others)
-    return first
+    state = dict(saved[0])
+    if errors := state.get("errors"):
+        by_name = {name: [own["errors"][name] for own in saved if name in own["errors"]] for name in errors}
+        state["errors"] = {name: torch.stack(own).sum(dim=0) / len(saved) for name, own in by_name.items()}
+    return state

@@ -1,4 +1,4 @@
-"""`CommHookRegistry`: communication hooks by name, and those that are registered by default."""
+"""`CommHookRegistry`: communication hooks by name; those that are there by default, and what they need."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from rankwise.checks import check_keywords, check_value
+from rankwise.checks import accepts, check_keywords, check_value
 from rankwise.errors import ConfigurationError, InvalidTypeError, MissingExtraError, UnknownNameError
+from rankwise.gradient_sync.parameters import parameters_of
 from rankwise.named_options import NameTable, package_of
+from rankwise.process_group.distributed_optimizers import is_distributed_optimizer
 from rankwise.seed import set_numpy_state
 
 if TYPE_CHECKING:
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 CommHookFunction = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
 Layout = tuple[str, ...]
 """The names of the parameters in a bucket."""
+_DISTRIBUTED = ("ZeroRedundancyOptimizer", "DistributedOptimizer", "_NamedOptimizer", "PostLocalSGDOptimizer")
 
 
 @final
@@ -110,15 +114,8 @@ class _Registry(NameTable[NamedHook]):
 
 def check_comm_hook(hook: object) -> CommHookFunction:
     """Return the hook if it can be called with a state and a bucket, or raise."""
-    if callable(hook) and not isinstance(hook, type):
-        try:
-            inspect.signature(hook).bind(None, None)
-        except TypeError:
-            pass
-        except ValueError:  # a function written in C may have no signature
-            return hook
-        else:
-            return hook
+    if callable(hook) and not isinstance(hook, type) and accepts(hook, 2):
+        return hook
     raise InvalidTypeError(
         argument="comm_hook",
         value=hook,
@@ -197,11 +194,10 @@ def check_powersgd_device(device: torch.device) -> None:
 @final
 @dataclass(eq=False)
 class PowerSGDMemory:
-    """torch's `PowerSGDState`, and the parameter names of each of its buckets.
+    """torch's `PowerSGDState`, with what it keeps by bucket index also by the parameters' names.
 
-    torch stores the error feedback (what compression lost) and the last approximation by bucket index. DDP
-    rebuilds its buckets after the first step, and so after each restart. This class stores both by parameter
-    name and assigns them to the new buckets.
+    This is the error feedback (what compression lost) and the last approximation. DDP rebuilds its buckets
+    after the first step, and so after each restart.
     """
 
     state: PowerSGDState
@@ -278,7 +274,7 @@ class PowerSGDMemory:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, in plain types and tensors."""
         random_state: Any = self.state.rng.get_state(legacy=True)
-        kind, keys, position, has_gauss, gauss = random_state
+        kind, keys, *numbers = random_state
         errors, bases = self._by_name(0)
         return {
             "iter": self.state.iter,
@@ -287,7 +283,7 @@ class PowerSGDMemory:
                 {"parameters": list(layout), "basis": basis.detach().clone()}
                 for layout, basis in bases.items()
             ],
-            "random": [kind, keys.tolist(), position, has_gauss, gauss],
+            "random": [kind, keys.tolist(), *numbers],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -363,6 +359,67 @@ def _local_sgd_hook(state: Any, bucket: Any) -> Any:
     from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import post_localSGD_hook
 
     return post_localSGD_hook(state, bucket)
+
+
+@final
+@dataclass(eq=False)
+class ModelAveraging:
+    """Averages the parameters of each optimizer after every `period`-th step, after `warmup_steps`."""
+
+    period: int
+    warmup_steps: int
+    group: dist.ProcessGroup | None
+    _steps: dict[Optimizer, int] = field(default_factory=dict, init=False)
+    _changed: dict[Optimizer, set[Tensor]] = field(default_factory=dict, init=False)  # since the last average
+    _restored: list[int] = field(default_factory=list, init=False)  # for optimizers yet to step
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Average the optimizer's parameters if the period is over; every rank calls it after each step."""
+        number = len(self._steps)
+        if optimizer not in self._steps:
+            refuse_distributed_optimizer(optimizer)
+            self._steps[optimizer] = self._restored[number] if number < len(self._restored) else 0
+        since = self._steps[optimizer] - self.warmup_steps
+        self._steps[optimizer] += 1
+        if since >= 0:
+            used = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
+            self._changed.setdefault(optimizer, set()).update(used)
+            if since % self.period == 0:
+                self._average(optimizer)
+
+    def average_now(self) -> None:
+        """Average the parameters now, on every rank, unless they were averaged after the last step."""
+        for optimizer in self._changed:
+            self._average(optimizer)
+
+    def _average(self, optimizer: Optimizer) -> None:
+        """Average the changed parameters; averaging the others would change them by rounding."""
+        from torch.distributed.algorithms.model_averaging.utils import average_parameters
+
+        if changed := self._changed[optimizer]:
+            parameters: Any = [parameter for parameter in parameters_of(optimizer) if parameter in changed]
+            average_parameters(iter(parameters), self.group)  # type: ignore[arg-type]  # None is the default group
+            changed.clear()
+
+    @property
+    def steps(self) -> list[int]:
+        """The number of steps of each optimizer."""
+        return list(self._steps.values()) or self._restored
+
+    @steps.setter
+    def steps(self, steps: list[int]) -> None:
+        self._restored = list(steps)
+        self._steps.update(zip(self._steps, steps, strict=False))
+
+
+def refuse_distributed_optimizer(optimizer: Optimizer) -> None:
+    """Raise for an optimizer that updates a part of the parameters, or averages models itself."""
+    if is_distributed_optimizer(optimizer, *_DISTRIBUTED):
+        raise ConfigurationError(
+            message=f"model_averaging_period cannot work with {type(optimizer).__name__}.",
+            facts="a distributed optimizer updates other parameters on each rank, or averages models itself.",
+            remedy="use a plain optimizer with it, such as torch.optim.SGD, or another comm_hook.",
+        )
 
 
 for _name, _hook, _description in (

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any, final
+from typing import final
 
-from rankwise.checks import check_name, check_value
-from rankwise.errors import ConfigurationError, InvalidTypeError
+from rankwise.checks import check_is_a, check_minimum, check_name
+from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync.comm_hook import CommHook
 
 WEIGHTINGS = ("samples", "logged")
@@ -49,20 +49,6 @@ def check_weighting(weighting: object) -> str | None:
     return None if weighting is None else check_name("gradient_weighting", weighting, WEIGHTINGS, expected)
 
 
-def check_period(period: Any, hook: CommHook | None) -> int | None:
-    """Return the period of model averaging; refuse other values, and other hooks than post-local SGD."""
-    if period is not None and (isinstance(period, bool) or not isinstance(period, int)):
-        raise InvalidTypeError(argument="model_averaging_period", value=period, expected="a number of steps")
-    check_value("model_averaging_period", period, period is None or period >= 1, "1 or more")
-    if (period is None) == (hook is not None and hook.is_local_sgd):
-        raise ConfigurationError(
-            message="model_averaging_period is needed for post-local SGD, and for nothing else.",
-            facts=f"comm_hook is {None if hook is None else hook.name!r}, model_averaging_period {period!r}.",
-            remedy='DDPStrategy(comm_hook="post_localsgd", model_averaging_period=4), or neither of the two.',
-        )
-    return period
-
-
 def check_sync_options(
     mode: GradientSyncMode,
     hook: CommHook | None,
@@ -71,7 +57,16 @@ def check_sync_options(
     *,
     is_static: bool,
 ) -> None:
-    """Refuse options that cannot work together; `is_static` is DDP's `static_graph`."""
+    """Refuse a wrong period, and options that cannot work together; `is_static` is DDP's `static_graph`."""
+    if period is not None:
+        check_is_a("model_averaging_period", period, int, "a number of steps")
+        check_minimum("model_averaging_period", period, 1)
+    if (period is None) == (hook is not None and hook.is_local_sgd):
+        raise ConfigurationError(
+            message="model_averaging_period is needed for post-local SGD, and for nothing else.",
+            facts=f"comm_hook is {None if hook is None else hook.name!r}, model_averaging_period {period!r}.",
+            remedy='DDPStrategy(comm_hook="post_localsgd", model_averaging_period=4), or neither of the two.',
+        )
     needs_ddp = "static_graph=True" if is_static else None
     if hook is not None:
         needs_ddp = f"comm_hook {hook.name!r}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch.distributed as dist
@@ -38,14 +39,11 @@ def all_parameters(
     returns the originals, which get the gradients.
     """
     inner = module.module if isinstance(module, DistributedDataParallel) else module
-    ignored_names = set(getattr(inner, "_ddp_params_and_buffers_to_ignore", ()))
-    named = list(inner.named_parameters())
-    ignored = {id(parameter) for name, parameter in named if name in ignored_names}
-    found: list[Tensor] = [parameter for _, parameter in named]
-    for optimizer in optimizers if isinstance(optimizers, Iterable) else [optimizers]:
-        found.extend(parameters_of(optimizer))
-    unique = {id(parameter): parameter for parameter in found if id(parameter) not in ignored}
-    return list(unique.values())
+    averaged = _averaged(inner)
+    ignored = {id(parameter) for name, parameter in inner.named_parameters() if name not in averaged}
+    given = optimizers if isinstance(optimizers, Iterable) else [optimizers]
+    found = chain(averaged.values(), *map(parameters_of, given))
+    return list({id(parameter): parameter for parameter in found if id(parameter) not in ignored}.values())
 
 
 def trained_parameters(
@@ -74,10 +72,8 @@ def check_parameters(module: nn.Module) -> None:
             "configure_model(): self(torch.zeros(1, 8)).",
         )
     tensors = sys.modules.get("torch.distributed.tensor")  # without it no such parameter exists
-    if tensors is None:
-        return
-    names = [name for name, parameter in module.named_parameters() if isinstance(parameter, tensors.DTensor)]
-    if names:
+    kinds = () if tensors is None else tensors.DTensor
+    if names := [name for name, parameter in module.named_parameters() if isinstance(parameter, kinds)]:
         raise ConfigurationError(
             message=f"{type(module).__name__} has parameters that are DTensors, which cannot be averaged.",
             facts=f"{_listed(names)}. A DTensor is split in pieces "
@@ -98,10 +94,7 @@ def _listed(names: list[str]) -> str:
 
 
 def check_local_changes(module: nn.Module, strategy: object) -> None:
-    """Raise for layers and hooks that change parameters by each rank's own batch, before averaging.
-
-    Hooks that are methods of the strategy are its own way to average.
-    """
+    """Raise for layers and hooks, other than the strategy's, that change parameters by a rank's own batch."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, kinds)}
     if names := [name for name, layer in layers.items() if layer.max_norm is not None]:
@@ -112,8 +105,7 @@ def check_local_changes(module: nn.Module, strategy: object) -> None:
             "layer.weight.copy_(torch.renorm(layer.weight, 2, 0, max_norm)).",
         )
     averaged = _averaged(module).items()
-    hooked = [name for name, parameter in averaged if _has_accumulate_hooks(parameter, strategy)]
-    if hooked:
+    if hooked := [name for name, parameter in averaged if _has_accumulate_hooks(parameter, strategy)]:
         raise ConfigurationError(
             message="register_post_accumulate_grad_hook() of a parameter cannot work on several ranks.",
             facts=f"hooks of {_listed(hooked)} get the gradients of this rank's batch, before the average.",
@@ -124,7 +116,7 @@ def check_local_changes(module: nn.Module, strategy: object) -> None:
 
 def _has_accumulate_hooks(parameter: Tensor, strategy: object) -> bool:
     hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return bool(hooks) and any(
+    return any(
         not str(getattr(hook, "__module__", "")).startswith("rankwise.")
         and getattr(hook, "__self__", None) is not strategy
         for hook in hooks.values()
@@ -156,10 +148,7 @@ def check_dense(module: nn.Module, averager: str) -> None:
 
 
 def share_buffers_next(module: nn.Module) -> None:
-    """Make DDP broadcast rank 0's buffers before the next forward pass.
-
-    DDP does so itself after a backward pass in which it averaged gradients, but not after `no_sync`.
-    """
+    """Make DDP broadcast rank 0's buffers before the next forward pass, as it does not after `no_sync`."""
     if isinstance(module, DistributedDataParallel):
         module.require_forward_param_sync = True
 
@@ -184,18 +173,12 @@ def share_buffers(module: nn.Module) -> None:
 
 
 def share_module(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Give every rank of a group the first one's parameters and buffers, without those that DDP ignores.
-
-    Collective: every rank must call this.
-    """
+    """Give every rank of a group the first one's buffers, and parameters that are averaged. Collective."""
     share_tensors((*_averaged(module).values(), *module.buffers()), group)
 
 
 def share_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Give every rank of a group the values of its first one, as DDP does when it wraps.
-
-    Lazy parameters without a shape are left out. Collective: every rank must call this.
-    """
+    """Give every rank of a group the first one's values, except of lazy parameters. Collective."""
     shared = [tensor.detach() for tensor in tensors if not is_lazy(tensor)]
     every: Any = dist.group.WORLD
     with blocked_in("share_tensors"):

@@ -1,4 +1,4 @@
-"""`GradientSync`: when, by which hook and with which weights a strategy averages gradients."""
+"""When, how and with which weights gradients are averaged: by a strategy, or in any training loop."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 from typing import Any, final
 
 import torch
@@ -16,13 +16,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from rankwise.errors import ConfigurationError, InvalidTypeError
-from rankwise.gradient_sync.buckets import mean_over_ranks, reduce_listed, reduce_with_hook
+from rankwise.gradient_sync.buckets import reduce_listed, reduce_with_hook
 from rankwise.gradient_sync.comm_hook import CommHook, read_state, state_for_rank, write_state
-from rankwise.gradient_sync.hook_registry import HookPlace, allreduce_hook, check_powersgd_device
-from rankwise.gradient_sync.model_averaging import ModelAveraging, refuse_distributed_optimizer
+from rankwise.gradient_sync.hook_registry import (
+    HookPlace,
+    ModelAveraging,
+    NamedHook,
+    allreduce_hook,
+    check_powersgd_device,
+    refuse_distributed_optimizer,
+)
 from rankwise.gradient_sync.options import (
     GradientSyncMode,
-    check_period,
     check_sync_options,
     check_weighting,
     resolve_sync_mode,
@@ -49,13 +54,11 @@ from rankwise.gradient_sync.weights import (
     WeightCarrier,
     WeightedReduction,
     WeightUnit,
-    check_averaged,
     divide,
     local_gradients_kept,
-    missing_gradient_error,
     weighted,
 )
-from rankwise.process_group.collectives import has_other_ranks
+from rankwise.process_group.collectives import all_reduce, has_other_ranks
 from rankwise.process_group.lone_calls import is_after_failure
 from rankwise.process_group.objects import gather_object
 
@@ -76,10 +79,21 @@ class _OfModule:
     """The objects with which a job averages the gradients of one module."""
 
     weights: WeightAccumulator | None
-    carrier: WeightCarrier | None = None
     monitor: UnusedParameterMonitor | None = None
     tracked: TrackedModule | None = None
     is_plain: bool = False  # not wrapped, as nothing in it was trained
+
+    @property
+    def carrier(self) -> WeightCarrier | None:
+        """The parameter that carries the weights in DDP's buckets, if there is one."""
+        return None if self.weights is None else self.weights.carrier
+
+    def check_averaged(self, wrapped: Any, before: Any) -> None:
+        """Check that DDP has averaged all gradients in the last backward pass."""
+        if self.weights is None:
+            check_finished(wrapped)
+        else:
+            self.weights.check_averaged(wrapped, before)
 
 
 @final
@@ -102,13 +116,14 @@ class GradientSync:
         finds_unused = bool(ddp_kwargs.get("find_unused_parameters"))
         self._needs_ddp = needs_ddp  # to average gradients of a module, in modes other than "forced_sync"
         self.mode = resolve_sync_mode(sync_mode, finds_unused_parameters=finds_unused)
+        self._is_forced = self.mode is GradientSyncMode.FORCED_SYNC
         self.hook = CommHook.checked(comm_hook, comm_state, comm_wrapper)
         self.weighting = check_weighting(gradient_weighting)
-        self.period = check_period(model_averaging_period, self.hook)
+        self.period = model_averaging_period
         check_sync_options(
             self.mode, self.hook, self.period, self.weighting, is_static=bool(ddp_kwargs.get("static_graph"))
         )
-        is_plain = self.mode is not GradientSyncMode.FORCED_SYNC if self.hook is None else self.hook.is_plain
+        is_plain = not self._is_forced if self.hook is None else self.hook.is_plain
         # Whether a `WeightCarrier` averages the weights in DDP's buckets. DDP's search would not find it.
         is_copied_or_searched = finds_unused or ddp_kwargs.get("mixed_precision")
         self._has_carrier = self.weighting == "logged" and is_plain and not is_copied_or_searched
@@ -119,7 +134,7 @@ class GradientSync:
         self._states: list[Any] = []
         self._averaging: ModelAveraging | None = None
         self._modules: weakref.WeakKeyDictionary[nn.Module, _OfModule] = weakref.WeakKeyDictionary()
-        self._counting: list[tuple[WeightAccumulator, WeightCarrier | None]] = []
+        self._counting: list[WeightAccumulator] = []
         self.in_hooks: Callable[[], AbstractContextManager[Any]] = nullcontext  # the block of tensor hooks
         self.sync: Callable[[Sequence[Tensor]], object] | None = None  # a strategy's own average of gradients
         self.tracking: dict[str, Any] = {}  # further arguments of `TrackedModule`
@@ -136,37 +151,33 @@ class GradientSync:
         check_local_changes(module, strategy)
         if self.hook is not None and self.hook.is_powersgd:
             check_powersgd_device(strategy.root_device)
-        if self.mode is GradientSyncMode.FORCED_SYNC:
+        if self._is_forced:
             check_dense(module, 'sync_mode="forced_sync"')
 
     def prepare(self, module: nn.Module, group: dist.ProcessGroup | None) -> None:
-        """Bound the weights if the module has float16 parameters, whose weighted gradients would overflow.
-
-        The ranks of `group` agree on the unit.
-        """
+        """Let the ranks of `group` agree on a unit if weighted gradients of float16 would overflow."""
         if self._unit is not None:
             self._unit.group = group
-            is_half = any(parameter.dtype is torch.float16 for parameter in trained_parameters(module))
-            self._unit.is_bounded |= is_half
+            self._unit.is_bounded |= any(each.dtype is torch.float16 for each in trained_parameters(module))
 
     def wrap(self, module: nn.Module, wrap: Callable[[], Any]) -> Any:
         """Call `wrap()` while the module has the parameter that carries weights; return its result."""
-        weights = self.new_weights() if self._has_carrier else None
-        carrier = None if weights is None else WeightCarrier.of(module, weights)
+        carrier = WeightCarrier.of(module) if self._has_carrier else None
         if carrier is None:
             return wrap()
         with carrier.attached_to(module):
             wrapped = wrap()
-            is_in = isinstance(wrapped, DistributedDataParallel) and carrier.is_in(wrapped)
+            is_ddp = isinstance(wrapped, DistributedDataParallel)
+            is_in = is_ddp and any(each is carrier.total for each in wrapped.parameters())
         if is_in and wrapped.find_unused_parameters:  # a wrapper of the user's: without the carrier, then
             rebuild_reducer(wrapped)
         elif is_in:
-            self._modules[wrapped] = _OfModule(weights, carrier)
+            self._modules[wrapped] = _OfModule(self.new_weights(carrier))
         return wrapped
 
-    def new_weights(self) -> WeightAccumulator | None:
+    def new_weights(self, carrier: WeightCarrier | None = None) -> WeightAccumulator | None:
         """Return an accumulator for the windows of one more module; None without logged weights."""
-        return None if self._unit is None else WeightAccumulator(self._unit)
+        return None if self._unit is None else WeightAccumulator(self._unit, carrier)
 
     def _of(self, module: nn.Module) -> _OfModule:
         own = self._modules.get(module)
@@ -177,10 +188,7 @@ class GradientSync:
     def track(
         self, module: nn.Module, group: dist.ProcessGroup | None, *, is_new: bool = False
     ) -> TrackedModule:
-        """Track the trained parameters of a module from now on; see `TrackedModule`. Collective.
-
-        If a module is not wrapped, nothing in it is trained yet.
-        """
+        """Track the trained parameters of a module from now on; see `TrackedModule`. Collective."""
         own = self._of(module)
         own.tracked = TrackedModule(module, group, is_new=is_new, **self.tracking)
         own.is_plain = is_new and not isinstance(module, DistributedDataParallel)
@@ -188,13 +196,13 @@ class GradientSync:
             module.register_forward_pre_hook(self._before_forward)
         return own.tracked
 
-    def _tracked(self, module: nn.Module, group: dist.ProcessGroup | None) -> TrackedModule | None:
-        own = self._of(module)
+    def _track_unless_alone(self, module: nn.Module, group: dist.ProcessGroup | None) -> TrackedModule | None:
+        """Track a module that is wrapped, or that several ranks train."""
         if isinstance(module, DistributedDataParallel):
             group = module.process_group
         elif not has_other_ranks(group):
             return None
-        return self.track(module, group) if own.tracked is None else own.tracked
+        return self.track(module, group)
 
     def _before_forward(self, wrapped: DistributedDataParallel, args: object) -> None:
         """Update the parameters that DDP averages, in a loop that does not use `context`."""
@@ -212,12 +220,10 @@ class GradientSync:
         parameters_of: ParametersOf = parameters_of,
     ) -> None:
         """Update the set of averaged parameters, before a forward pass."""
-        tracked.update(module, optimizers, parameters_of, partial(self._ids_elsewhere, module))
-        is_by_ddp = self.mode is not GradientSyncMode.FORCED_SYNC
-        if isinstance(module, DistributedDataParallel) and is_by_ddp and tracked.must_rebuild():
-            carrier = self._of(module).carrier
-            apart = tracked.parameters.apart
-            with nullcontext() if carrier is None else carrier.moved_to(module.module, apart):
+        tracked.update(module, optimizers, parameters_of, self._ids_elsewhere)
+        if isinstance(module, DistributedDataParallel) and not self._is_forced and tracked.must_rebuild():
+            carrier, apart = self._of(module).carrier, tracked.parameters.apart
+            with nullcontext() if carrier is None else carrier.attached_to(module.module, apart):
                 rebuild_reducer(module, apart)
             record_reduced_names(module, apart)
             _recorded_graphs.discard(module)
@@ -229,14 +235,10 @@ class GradientSync:
         parameters_of: ParametersOf,
         group: dist.ProcessGroup | None,
     ) -> list[Tensor]:
-        """Return the parameters of module and optimizers, frozen or not, for `average`. Collective.
-
-        Ranks compare a set of trained parameters only when it occurs for the first time: with several
-        optimizers, the set changes with each of them.
-        """
+        """Return the parameters of module and optimizers, frozen or not, for `average`. Collective."""
         tracked = self._of(module).tracked or self.track(module, group)
-        elsewhere = partial(self._ids_elsewhere, module)
-        tracked.update(module, optimizers, parameters_of, elsewhere, accepts_known=True)
+        # With several optimizers the set of trained parameters changes with each of them.
+        tracked.update(module, optimizers, parameters_of, self._ids_elsewhere, accepts_known=True)
         tracked.end_window()
         return tracked.parameters.all
 
@@ -246,7 +248,7 @@ class GradientSync:
         if tracked is None:
             return trained_parameters(module)
         is_by_ddp = isinstance(module, DistributedDataParallel)
-        return tracked.others(averaged_by_ddp=is_by_ddp and self.mode is not GradientSyncMode.FORCED_SYNC)
+        return tracked.others(averaged_by_ddp=is_by_ddp and not self._is_forced)
 
     def known_parameters(self, module: nn.Module) -> set[int] | None:
         """Return the ids of the parameters that all ranks have shared; None if nobody follows the module."""
@@ -271,15 +273,16 @@ class GradientSync:
 
     def attach(self, wrapped: DistributedDataParallel, local_world_size: int) -> None:
         """Configure a wrapped module to average its gradients in this way."""
-        group = wrapped.process_group
+        own, group = self._of(wrapped), wrapped.process_group
         place = HookPlace(group, min(local_world_size, dist.get_world_size(group)))
-        if wrapped.find_unused_parameters and self.mode is not GradientSyncMode.FORCED_SYNC:
-            self._of(wrapped).monitor = UnusedParameterMonitor()
+        if wrapped.find_unused_parameters and not self._is_forced:
+            own.monitor = UnusedParameterMonitor()
         if self._unit is not None:
             self._unit.group = group
-        weighted_hook = self._weighted_hook(wrapped)
-        if weighted_hook is not None:
-            weighted_hook.attach(wrapped, place)
+        if own.weights is not None and own.carrier is None and not self._is_forced:
+            others = allreduce_hook if self.hook is None else self.hook.function
+            named = NamedHook(WeightedReduction(own.weights, group, others), averages=True)
+            CommHook("weighted", named, {}, None, None).attach(wrapped, place)
         elif self.hook is not None:
             state = self.hook.attach(wrapped, place)
             write_state(state, self._saved_state(len(self._states)))
@@ -288,14 +291,6 @@ class GradientSync:
                 first_local_step = getattr(state, "start_localSGD_iter", 100)  # torch's default
                 self._averaging = ModelAveraging(self.period, first_local_step, group)
                 self._averaging.steps = self._saved_state(0).get("averaging", [])
-
-    def _weighted_hook(self, wrapped: DistributedDataParallel) -> CommHook | None:
-        """Return the hook that averages weights with gradients; None without weights, or with a carrier."""
-        own = self._of(wrapped)
-        if own.weights is None or own.carrier is not None or self.mode is GradientSyncMode.FORCED_SYNC:
-            return None
-        others = allreduce_hook if self.hook is None else self.hook.function
-        return CommHook.checked(WeightedReduction(own.weights, wrapped.process_group, others))
 
     def detach(self) -> None:
         """End a job; keep the states of the hooks for the next one."""
@@ -306,8 +301,7 @@ class GradientSync:
     def acts_on(self, module: nn.Module, group: dist.ProcessGroup | None) -> bool:
         """Return whether `context` does anything for a module: not on one rank, unless it has weights."""
         own = self._of(module)
-        is_tracked = own.tracked is not None or self._tracked(module, group) is not None
-        return is_tracked or own.weights is not None
+        return (own.tracked or self._track_unless_alone(module, group) or own.weights) is not None
 
     @contextmanager
     def context(
@@ -319,24 +313,19 @@ class GradientSync:
         parameters_of: ParametersOf = parameters_of,
         group: dist.ProcessGroup | None = None,
     ) -> Iterator[None]:
-        """Run a microbatch's forward and backward pass in the block; see `gradient_sync_context`.
-
-        `no_sync(module, enabled)` returns a block in which DDP does not average gradients if enabled.
-        `parameters_of(optimizer)` returns the model's parameters that it updates, directly or as copies.
-        """
+        """Run a microbatch's forward and backward pass in the block; see `gradient_sync_context`."""
         own = self._of(module)
-        if (tracked := own.tracked) is None:
-            tracked = self._tracked(module, group)
+        tracked = own.tracked or self._track_unless_alone(module, group)
         used = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         if tracked is not None:
             self._update(module, tracked, used, parameters_of)
             tracked.is_checked = True
         is_reducing = self._is_reducing(module, is_final_microbatch)
         weights, carrier = own.weights, own.carrier
-        before = None if carrier is None else carrier.before()
-        counting = _NOTHING if weights is None else self.counting(weights, carrier)
+        before = None if carrier is None else carrier.gradient_of_probe()
+        counting = _NOTHING if weights is None else self.counting(weights)
         is_first = is_reducing and not is_final_microbatch and self.mode is GradientSyncMode.SINGLE_AUTO_SYNC
-        kept = local_gradients_kept(module, carrier) if is_first else _NOTHING
+        kept = local_gradients_kept(module, weights) if is_first else _NOTHING
         trained = () if tracked is None or self.averages_nothing else tracked.parameters.all
         hooked = hooked_parameters(trained)
         hooks = hooks_kept(hooked, module, is_averaged=is_final_microbatch) if hooked else _NO_HOOKS
@@ -352,7 +341,7 @@ class GradientSync:
                 tracked.is_checked = False
         is_averaged = isinstance(module, DistributedDataParallel) and is_reducing
         if is_averaged:
-            _check_reduced(module, carrier, before)
+            own.check_averaged(module, before)
         if is_final_microbatch:
             self._end_window(module, own, used, parameters_of, group, is_averaged=is_averaged)
         if now_hooked := hooked_parameters(trained):
@@ -373,8 +362,7 @@ class GradientSync:
     ) -> None:
         """Average the gradients that DDP has not averaged, and divide all of them by the window's weights."""
         if own.tracked is not None:  # the forward pass may have changed something
-            elsewhere = partial(self._ids_elsewhere, module)
-            own.tracked.update(module, optimizers, parameters_of, elsewhere, is_window_end=True)
+            own.tracked.update(module, optimizers, parameters_of, self._ids_elsewhere, is_window_end=True)
             others = own.tracked.others(averaged_by_ddp=is_averaged)
             own.tracked.end_window()
         elif own.weights is not None:
@@ -386,7 +374,8 @@ class GradientSync:
                 self.sync(others)
             elif others:
                 reduce_listed(others, module.process_group)
-            _divide(module, own, others)
+            if own.weights is not None:
+                own.weights.divide(module, others)
         else:
             self._reduce_now(module, others, group)
         if own.weights is not None:
@@ -394,7 +383,7 @@ class GradientSync:
 
     def _is_reducing(self, module: nn.Module, is_final_microbatch: bool) -> bool:
         """Return whether DDP averages gradients in this microbatch."""
-        if self.mode is GradientSyncMode.FORCED_SYNC:
+        if self._is_forced:
             return False
         if is_final_microbatch or self.mode is GradientSyncMode.MULTI_AUTO_SYNC:
             return True
@@ -409,21 +398,19 @@ class GradientSync:
         self, module: nn.Module, parameters: list[Tensor], group: dist.ProcessGroup | None
     ) -> None:
         """Average the gradients that DDP has not averaged."""
+        own = self._of(module)
+        needs_ddp = self._needs_ddp and not self._is_forced and not own.is_plain
         if isinstance(module, DistributedDataParallel):
             group = module.process_group
-        elif self._must_be_wrapped(module) and parameters and has_other_ranks(group):
+        elif needs_ddp and parameters and has_other_ranks(group):
             raise InvalidTypeError(
                 argument="module",
                 value=module,
                 expected="the module that setup_module() returned, or one that DDP has wrapped",
                 remedy='module = strategy.setup_module(module), or mode="forced_sync".',
             )
-        self.average(parameters, group, weights=self._of(module).weights)
+        self.average(parameters, group, weights=own.weights)
         share_buffers_next(module)
-
-    def _must_be_wrapped(self, module: nn.Module) -> bool:
-        is_by_ddp = self._needs_ddp and self.mode is not GradientSyncMode.FORCED_SYNC
-        return is_by_ddp and not self._of(module).is_plain
 
     def average(
         self,
@@ -437,7 +424,7 @@ class GradientSync:
         if parameters and has_other_ranks(group):
             if self.sync is not None:
                 self.sync(parameters)
-                weight = None if weight is None else mean_over_ranks(weight, group)
+                weight = None if weight is None else all_reduce(weight, group)
             elif hook is not None:
                 reduce_with_hook(parameters, hook, group)
             else:
@@ -447,15 +434,14 @@ class GradientSync:
             divide(parameters, weight)
 
     @contextmanager
-    def counting(self, weights: WeightAccumulator, carrier: WeightCarrier | None = None) -> Iterator[None]:
+    def counting(self, weights: WeightAccumulator) -> Iterator[None]:
         """Also count the weights of the losses in the block in a module's window."""
         weights.is_weighted = False
-        entry = weights, carrier
-        self._counting.append(entry)
+        self._counting.append(weights)
         try:
             yield
         finally:
-            self._counting.remove(entry)
+            self._counting.remove(weights)
 
     def weight_loss(self, loss: Tensor, weight: float | Tensor) -> Tensor:
         """Return the loss times its weight, and count the weight for every module whose block is open."""
@@ -465,17 +451,14 @@ class GradientSync:
                 facts=f"gradient_weighting={self.weighting!r}.",
                 remedy='DDPStrategy(gradient_weighting="logged").',
             )
-        number, zeros = self._unit.counted(weight), []
+        number = self._unit.counted(weight)
         if not self._counting:
             raise ConfigurationError(
                 message="A loss was given a weight outside of the block that averages its gradients.",
                 remedy="with strategy.gradient_sync_context(module): strategy.weighted_loss(loss, weight)"
                 ".backward(), for every microbatch.",
             )
-        for weights, carrier in self._counting:
-            if carrier is not None:
-                zeros.append(carrier.add(number, is_first=not weights.is_used))
-            weights.add(number)
+        zeros = [zero for weights in self._counting if (zero := weights.add(number)) is not None]
         return weighted(loss, number, zeros)
 
     def reach_carrier(self, wrapped: nn.Module, loss: Tensor) -> Tensor:
@@ -502,10 +485,7 @@ class GradientSync:
             self._averaging.after_step(optimizer)
 
     def average_models(self) -> None:
-        """Give all ranks the mean of their models, if a hook has let them diverge. Collective.
-
-        After a failure on this rank its own model stays.
-        """
+        """Give all ranks the mean of their models, if a hook has let them diverge. Collective."""
         if self._averaging is not None and not is_after_failure():
             self._averaging.average_now()
 
@@ -517,10 +497,7 @@ class GradientSync:
         return states if any(states) else []
 
     def gathered_states(self) -> HookStates:
-        """Return the states of all ranks' hooks on rank 0, [] on the other ranks, which must call it too.
-
-        After a failure on this rank return its own alone.
-        """
+        """Return all ranks' states on rank 0, [] elsewhere; after a failure this rank's own. Collective."""
         own = self.own_states()
         if not dist.is_initialized() or not self._states or is_after_failure():
             return [own] if own else self._saved
@@ -555,21 +532,44 @@ class GradientSync:
         self._clear()
 
 
-def _check_reduced(wrapped: Any, carrier: WeightCarrier | None, before: Any) -> None:
-    """Check that DDP has averaged all gradients in the last backward pass."""
-    if carrier is None:
-        check_finished(wrapped)
-    else:
-        check_averaged(wrapped, carrier, before)
+def gradient_sync_context(
+    module: nn.Module,
+    optimizers: Iterable[Optimizer] | Optimizer = (),
+    is_final_microbatch: bool = True,
+    mode: GradientSyncMode | str = "auto",
+    group: dist.ProcessGroup | None = None,
+) -> AbstractContextManager[None]:
+    """Compute gradients in the block, and average them over the ranks after the window's last microbatch.
+
+    Works with any `DistributedDataParallel` in any training loop. It does nothing without a process group,
+    and with `forced_sync` the module need not be wrapped. If the block raises, nothing is averaged after
+    it.
+
+    Collective: every rank must enter it, with the same mode and parameters. In the window's last microbatch
+    (with `multi_auto_sync` in each one) the ranks wait for each other.
+
+    Args:
+        module: the wrapped module.
+        optimizers: `forced_sync` also averages their parameters that the module does not list.
+        is_final_microbatch: whether the optimizers step next.
+        mode: when gradients are averaged.
+        group: for a module that is not wrapped, the ranks to average over; all of them by default.
+
+    Raises:
+        UnknownNameError: for an unknown mode.
+        InvalidTypeError: for a module that is not wrapped with DDP, in a mode that needs DDP.
+        UnusedParametersError: when the loss does not depend on some parameters, and DDP does not look for
+            unused ones.
+    """
+    finds_unused = bool(getattr(module, "find_unused_parameters", False))
+    sync = _sync_in(resolve_sync_mode(mode, finds_unused_parameters=finds_unused))
+    return sync.context(module, optimizers, is_final_microbatch, _no_sync, group=group)
 
 
-def _divide(module: DistributedDataParallel, own: _OfModule, others: Sequence[Tensor]) -> None:
-    """Divide the gradients of a wrapped module and of other parameters by the averaged weights."""
-    if own.carrier is not None:
-        own.carrier.divide(others)
-    elif own.weights is not None and own.weights.is_used:
-        if own.weights.num_reductions == 0:
-            raise missing_gradient_error()
-        own_ids = set(map(id, others))
-        inside = [each for each in trained_parameters(module) if id(each) not in own_ids]
-        divide([*inside, *others], own.weights.averaged)
+@cache
+def _sync_in(mode: GradientSyncMode) -> GradientSync:
+    return GradientSync(sync_mode=mode, needs_ddp=True)
+
+
+def _no_sync(module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
+    return module.no_sync() if enabled and isinstance(module, DistributedDataParallel) else nullcontext()

@@ -23,19 +23,13 @@ _REMEDY = "change averaged gradients, in on_before_optimizer_step."
 def hooks_kept(hooked: Sequence[Tensor], module: nn.Module, *, is_averaged: bool) -> Iterator[KeptHooks]:
     """Keep the tensor hooks of a backward pass in the block until its gradients are averaged.
 
-    Where the gradients of several batches are accumulated first, hooks are called in the backward pass. They
-    get the gradient of this rank's own batch, which they may not change.
+    If gradients of several batches are accumulated first, hooks are called in the backward pass. They get the
+    gradient of this rank's own batch, and a ConfigurationError is raised if they change it.
 
     Args:
         hooked: parameters that have hooks, and whose gradients are averaged over the ranks.
         module: contains them, for messages.
-        is_averaged: whether gradients are averaged after the block.
-
-    Yields:
-        The hooks for `call_hooks`, once the block has ended.
-
-    Raises:
-        ConfigurationError: when a hook changes the gradient of this rank's own batch.
+        is_averaged: whether gradients are averaged after the block, which yields the hooks for `call_hooks`.
     """
     later: KeptHooks = []
     found = [(each, {**(each._backward_hooks or {})}) for each in hooked]

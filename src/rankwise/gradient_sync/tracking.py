@@ -33,15 +33,9 @@ _APART = ", in no optimizer"
 _END = object()  # the last one of two sequences that are compared, so that they are equally long
 _TIMEOUT = timedelta(minutes=10)
 _REBUILT_WITH = {  # what torch 2.6 to 2.13 have, and their parameters
-    "_build_params_for_reducer": ["self"],
-    "_build_debug_param_to_name_mapping": ["self", "parameters"],
-    "_ddp_init_helper": [
-        "self",
-        "parameters",
-        "expect_sparse_gradient",
-        "param_to_name_mapping",
-        "static_graph",
-    ],
+    "_build_params_for_reducer": "self",
+    "_build_debug_param_to_name_mapping": "self parameters",
+    "_ddp_init_helper": "self parameters expect_sparse_gradient param_to_name_mapping static_graph",
 }
 
 
@@ -49,18 +43,8 @@ _REBUILT_WITH = {  # what torch 2.6 to 2.13 have, and their parameters
 class TrackedModule:
     """The trained parameters of a module and its optimizers, which the ranks of a group change together.
 
-    Collective: every rank must create it, and then call the same methods in the same order.
-
-    Args:
-        module: the result of `setup_module`, wrapped or not.
-        group: the ranks that average gradients; None for all. Without a process group this is the only rank.
-        is_new: whether DDP has wrapped it just now. If not, it may have been wrapped for other parameters.
-        timeout: how long to wait for the other ranks where a rank has changed something.
-        monitor: this rank's, if it has one.
-
-    Attributes:
-        parameters: the parameters of module and optimizers, as they were last read.
-        is_checked: whether the caller runs `update` for the microbatch in progress.
+    Collective: every rank must create it, and then call the same methods in the same order. `is_new` says
+    that DDP has wrapped the module just now; otherwise it may have been wrapped for other parameters.
     """
 
     def __init__(
@@ -78,39 +62,31 @@ class TrackedModule:
         self._agreement: ChangeAgreement | None = None
         self._averaged: set[int] = set()  # ids of the parameters that DDP averages
         self.parameters = TrainedSet(module)
-        self.is_checked = False
-        if isinstance(module, DistributedDataParallel) and (is_new or self._is_as_wrapped(module)):
-            self._averaged = self.parameters.trained_inside
-            record_reduced_names(module)
+        self.is_checked = False  # whether the caller runs `update` for the microbatch in progress
+        if isinstance(module, DistributedDataParallel):
+            data: Any = {} if is_new else module._get_ddp_logging_data()
+            trained = self.parameters.trained_inside
+            if is_new or int(data["num_parameter_tensors"]) == len(trained):
+                self._averaged = trained
+                record_reduced_names(module)
         if has_other_ranks(group):
             self._agreement = ChangeAgreement(self.parameters.facts, group, timeout, monitor)
-
-    def _is_as_wrapped(self, wrapped: DistributedDataParallel) -> bool:
-        data: Any = wrapped._get_ddp_logging_data()
-        return int(data["num_parameter_tensors"]) == len(self.parameters.trained_inside)
 
     def update(
         self,
         module: nn.Module,
-        optimizers: Sequence[Optimizer] = (),
-        parameters_of: ParametersOf = parameters_of,
-        elsewhere: Callable[[], set[int]] = set,
+        optimizers: Sequence[Optimizer],
+        parameters_of: ParametersOf,
+        elsewhere: Callable[[nn.Module], set[int]],
         *,
         accepts_known: bool = False,
         is_window_end: bool = False,
     ) -> None:
         """Read the parameters again if something has changed, together with the other ranks.
 
-        Every rank gets the first rank's values of parameters that are new.
-
-        Args:
-            module: the module.
-            optimizers: their parameters are averaged with the module's.
-            parameters_of: returns the module's parameters that an optimizer updates, directly or as copies.
-            elsewhere: returns the ids of parameters that belong to other modules.
-            accepts_known: whether the ranks need not compare a set that all of them have had before.
-            is_window_end: whether the window's gradients exist. A parameter that was frozen since is then
-                read before the next forward pass.
+        Every rank gets the first rank's values of parameters that are new. With `accepts_known` the ranks
+        need not compare a set that all of them have had before. At a window's end gradients exist, so a
+        parameter that was frozen since is read before the next forward pass.
 
         Raises:
             RankMismatchError: when other ranks have changed something else, or nothing.
@@ -120,7 +96,7 @@ class TrackedModule:
         is_current = (
             parameters.is_complete(optimizers) if is_window_end else parameters.is_current(optimizers)
         )
-        has_changed = not is_current and parameters.read(module, optimizers, parameters_of, elsewhere())
+        has_changed = not is_current and parameters.read(module, optimizers, parameters_of, elsewhere(module))
         if self._agreement is not None:
             must_agree = has_changed and not (accepts_known and self._is_known())
             self._agreement.begin_step(must_agree)
@@ -144,10 +120,7 @@ class TrackedModule:
         return before is not self._averaged and before != self._averaged
 
     def others(self, *, averaged_by_ddp: bool) -> list[Tensor]:
-        """Return the parameters whose gradients are averaged at the end of the window.
-
-        These are all, or with `averaged_by_ddp` those that DDP does not average.
-        """
+        """Return the parameters to average at a window's end: all, or those that DDP does not average."""
         averaged = self._averaged if averaged_by_ddp else set()
         trained = self.parameters.trained
         if not self._stopped and averaged is self.parameters.trained_inside and len(averaged) == len(trained):
@@ -168,12 +141,7 @@ def _without(parameters: Iterable[Tensor], others: Iterable[Tensor]) -> list[Ten
 def rebuild_reducer(wrapped: DistributedDataParallel, apart: Container[int] = ()) -> None:
     """Make DDP average the parameters that require a gradient now, in new buckets, with the same hook.
 
-    Args:
-        wrapped: the wrapper.
-        apart: the ids of parameters that it does not average.
-
-    Raises:
-        ConfigurationError: when there are none, DDP keeps copies of them, or this torch is not known.
+    It does not average parameters with an id in `apart`.
     """
     if problem := _cannot_rebuild(wrapped):
         raise ConfigurationError(
@@ -223,7 +191,7 @@ def _cannot_rebuild(wrapped: DistributedDataParallel) -> str | None:
     if wrapped._use_python_reducer:
         return "DDP averages in hooks of its own, with torch._dynamo.config.optimize_ddp='python_reducer'"
     methods = vars(DistributedDataParallel)
-    found = {name: list(signature(methods[name]).parameters) for name in _REBUILT_WITH if name in methods}
+    found = {name: " ".join(signature(methods[name]).parameters) for name in _REBUILT_WITH if name in methods}
     if found != _REBUILT_WITH:
         return f"the DistributedDataParallel of torch {torch.__version__} is not known to rankwise"
     return None
@@ -237,9 +205,9 @@ class TrainedSet:
     of what the submodules hold, and flat lists to compare with.
 
     Attributes:
-        all: the parameters, trained or not, in an order that is the same on every rank.
-        trained: the module's parameters that require a gradient, and the optimizers' that are not in the
-            module; without parameters that DDP ignores.
+        all: the parameters, trained or not, in an order that is the same on every rank; of the optimizers
+            too, without parameters that DDP ignores.
+        trained: those that require a gradient.
         inside: the ids of the module's parameters, including parameters that DDP ignores.
         unowned: the module's parameters by name that no optimizer updates, once optimizers are known.
         apart: the ids of parameters that were added to the module. They may be trained by something else, or
@@ -266,10 +234,7 @@ class TrainedSet:
         return list(map(_requires_grad, parameters)) == flags and self._has_same(optimizers)
 
     def is_complete(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Return whether the next step can update only parameters that are in this set.
-
-        It is faster than `is_current`, except without optimizers.
-        """
+        """Return whether the next step can update only parameters of this set; faster than `is_current`."""
         if not optimizers:
             return self.is_current()
         return not any(map(_requires_grad, self._frozen)) and self._is_updated_alike(optimizers)
@@ -301,27 +266,24 @@ class TrainedSet:
         Parameters whose ids are in `elsewhere` belong to other modules. For optimizers that are not given,
         the parameters stay as they were read last.
         """
-        names, before, flags_before = self._read
-        named, apart_before, buffers_before = dict(zip(names, before, strict=True)), self.apart, self.buffers
+        before, named = self._state(), dict(zip(*self._read[:2], strict=True))
         if not (self._held and self._has_same(optimizers)):
-            named = self._walk(module, optimizers, parameters_of, elsewhere)
+            for optimizer in optimizers:
+                self._read_optimizer(optimizer, parameters_of, elsewhere)
+            named = self._walk(module)
         self.all = parameters = list(named.values())
         flags = list(map(_requires_grad, parameters))
         self._read = list(named), parameters, flags
         self.trained = list(compress(parameters, flags))
         self._frozen = list(compress(parameters, map(not_, flags)))
         self.trained_inside = self.inside.intersection(map(id, self.trained)) - self.apart
-        is_same = len(parameters) == len(before) and all(map(is_, parameters, before))
-        is_same = is_same and self.apart == apart_before and self.buffers == buffers_before
-        return not is_same or flags != flags_before or self._read[0] != names
+        return self._state() != before
 
-    def _walk(
-        self,
-        module: nn.Module,
-        optimizers: Iterable[Optimizer],
-        parameters_of: ParametersOf,
-        elsewhere: Container[int],
-    ) -> dict[str, Tensor]:
+    def _state(self) -> tuple[object, ...]:
+        names, parameters, flags = self._read
+        return names, list(map(id, parameters)), flags, self.apart, self.buffers
+
+    def _walk(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the parameters of module and optimizers by name, and prepare to compare with them."""
         inner = module.module if isinstance(module, DistributedDataParallel) else module
         dicts: list[dict[str, Any]] = [
@@ -337,8 +299,6 @@ class TrainedSet:
         named: dict[str, Tensor] = dict(inner.named_parameters())
         self.buffers = [name for name, _ in inner.named_buffers() if buffers and name not in ignored_names]
         self.inside = {id(parameter) for parameter in named.values()}
-        for optimizer in optimizers:
-            self._read_optimizer(optimizer, parameters_of, elsewhere)
         updated = {id(each): name for name, each in self._outside.items()}
         if self._updated:  # the optimizers are known
             added = self.inside.difference(map(id, self._read[1]))

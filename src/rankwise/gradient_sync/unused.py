@@ -11,11 +11,11 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, final
 
-import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.errors import UnusedParametersError, text_of
+from rankwise.process_group.collectives import all_reduce
 from rankwise.ranks import warn
 from rankwise.stores.tcp import default_store
 from rankwise.stores.values import read_value
@@ -25,16 +25,11 @@ _MESSAGE = "Expected to have finished reduction in the prior iteration"
 _MESSAGE_OF_UNDEFINED = "Encountered gradient which is undefined, but still allreduced"
 _INDICES = r"did not receive grad for rank \d+: ((?:\d+ ?)+)"
 _NAMES_TIMEOUT = timedelta(milliseconds=300)
-
-
 _recorded: weakref.WeakKeyDictionary[DistributedDataParallel, list[str]] = weakref.WeakKeyDictionary()
 
 
 def record_reduced_names(wrapped: DistributedDataParallel, apart: Container[int] = ()) -> None:
-    """Record the names of the parameters that DDP reduces from now on, also if some are frozen later.
-
-    It does not reduce parameters with an id in `apart`.
-    """
+    """Record the names of the parameters that DDP reduces from now on, without the ids in `apart`."""
     _recorded.pop(wrapped, None)
     _recorded[wrapped] = reduced_names(wrapped, apart)
 
@@ -117,22 +112,18 @@ class UnusedParameterMonitor:
         self._is_done = False
 
     def record(self, wrapped: DistributedDataParallel, is_final_microbatch: bool) -> None:
-        """Record whether the wrapper's last reduction found unused parameters."""
+        """Record a reduction, on every rank; after `LENGTH` of them warn on rank 0 if none found any."""
         if self._is_done:
             return
         self._num_reductions += 1
         self._num_extra += not is_final_microbatch
         data = wrapped._get_ddp_logging_data()
         self._found = self._found or bool(data.get("unused_parameter_size"))
-        if is_final_microbatch and self._num_reductions >= self.LENGTH:
-            self._is_done = True
-            self._warn_if_unnecessary(wrapped)
-
-    def _warn_if_unnecessary(self, wrapped: DistributedDataParallel) -> None:
-        """Warn on rank 0 if no rank has found an unused parameter; every rank calls this."""
-        found = torch.tensor([float(self._found)], device=next(wrapped.parameters()).device)
-        dist.all_reduce(found, group=wrapped.process_group)
-        if float(found) == 0 and dist.get_rank(wrapped.process_group) == 0:
+        if not is_final_microbatch or self._num_reductions < self.LENGTH:
+            return
+        self._is_done = True
+        found = all_reduce(self._found, wrapped.process_group, "max")
+        if not found and dist.get_rank(wrapped.process_group) == 0:
             number = len(reduced_names(wrapped))
             warn(
                 f"find_unused_parameters=True found no unused parameter in {self._num_reductions} "

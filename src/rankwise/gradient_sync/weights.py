@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.checks import check_value
 from rankwise.errors import ConfigurationError, ProcessGroupError
-from rankwise.gradient_sync.buckets import FULL_PRECISION, FlatGradients, mean_over_ranks
+from rankwise.gradient_sync.buckets import FULL_PRECISION, FlatGradients
 from rankwise.gradient_sync.hook_registry import averaged
 from rankwise.gradient_sync.parameters import trained_parameters
 from rankwise.gradient_sync.unused import check_finished
+from rankwise.process_group.collectives import all_reduce
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -32,31 +33,26 @@ _CARRIER = "_rankwise_weight"
 
 
 @final
+@dataclass(eq=False)
 class WeightUnit:
     """The unit in which all modules of a strategy count weights.
 
     Bounded weights keep weighted gradients about as large as gradients: they are divided by a unit, the same
     on all ranks: about the mean of the last window, rounded to a power of two so that dividing by it is
     exact. It changes only where no window has begun.
-
-    Attributes:
-        is_bounded: whether weights are divided by a unit; set it before the first weight.
-        group: the ranks that agree on the first unit.
-        num_windows: how many windows have begun, over all modules.
     """
 
-    def __init__(self, is_bounded: bool = False) -> None:
-        self.is_bounded = is_bounded
-        self.group: dist.ProcessGroup | None = None
-        self.num_windows = 0
-        self._size: float | None = None  # None until the first bounded weight that is not 0
+    is_bounded: bool  # set it before the first weight
+    group: dist.ProcessGroup | None = None  # the ranks that agree on the first unit
+    num_windows: int = 0  # that have begun, over all modules
+    _size: float | None = field(default=None, init=False)  # None until the first bounded weight that is not 0
 
     def counted(self, weight: Any) -> float:
         """Return a weight in units; collective for the first of bounded weights."""
         number = float(weight)
         check_value("weight", number, math.isfinite(number) and number >= 0, "a finite number from 0 on")
         if self.is_bounded and self._size is None:
-            mean = mean_over_ranks(number, self.group)
+            mean = all_reduce(number, self.group)
             self._size = _power_of_two(mean) if mean else None
         return number / (self._size or 1.0)
 
@@ -70,29 +66,27 @@ class WeightUnit:
 class WeightAccumulator:
     """Accumulates this rank's weights over a window of microbatches of one module.
 
-    Every loss is multiplied by its weight. The averaged gradients, divided by the mean of the ranks' weights,
-    are then the weighted average over all microbatches of all ranks.
-
-    Attributes:
-        is_weighted: whether a loss got a weight in this microbatch.
-        is_used: whether a loss got a weight in this window.
-        averaged: the mean over the ranks of the weights that a hook has sent in this window.
-        num_reductions: how many buckets the hook has reduced in this window.
+    Every loss is multiplied by its weight, so the averaged gradients are divided by the mean of the weights.
     """
 
-    is_used: bool
-    averaged: float | Tensor
+    is_weighted: bool  # whether a loss got a weight in this microbatch
+    is_used: bool  # whether a loss got a weight in this window
+    averaged: float | Tensor  # the mean over the ranks of the weights that a hook has sent in this window
+    num_reductions: int  # how many buckets the hook has reduced in this window
     _pending: float
 
-    def __init__(self, unit: WeightUnit) -> None:
+    def __init__(self, unit: WeightUnit, carrier: WeightCarrier | None = None) -> None:
         self._unit = unit
+        self.carrier = carrier
         self._start_window()
 
-    def add(self, number: float) -> None:
-        """Add a microbatch's weight, in units."""
+    def add(self, number: float) -> Tensor | None:
+        """Add a microbatch's weight, in units; return the zero to add to the loss, if there is a carrier."""
+        zero = None if self.carrier is None else self.carrier.add(number, is_first=not self.is_used)
         self._unit.num_windows += not self.is_used
         self._pending += number
         self.is_weighted = self.is_used = True
+        return zero
 
     def take(self) -> float:
         """Return the sum of the weights since the last call."""
@@ -103,6 +97,30 @@ class WeightAccumulator:
         """Store the mean of the window's weights, when they were averaged without a hook."""
         if self._unit.is_bounded:
             self.averaged = mean.clone() if isinstance(mean, Tensor) else mean
+
+    def check_averaged(self, wrapped: DistributedDataParallel, before: Any) -> None:
+        """Check that the last backward pass averaged all; `before` is from the carrier, from before it."""
+        if self.carrier is not None and not self.is_weighted:
+            raise ConfigurationError(
+                message='gradient_weighting="logged", but the loss that was reduced has no weight.',
+                facts="the other ranks wait for it.",
+                remedy="strategy.weighted_loss(loss, weight).backward()",
+            )
+        check_finished(wrapped)
+        if self.carrier is not None:
+            self.carrier.check_after(before)
+
+    def divide(self, wrapped: DistributedDataParallel, others: Sequence[Tensor]) -> None:
+        """Divide the gradients of a wrapped module, and of `others`, by the mean of the window's weights."""
+        if self.carrier is not None:
+            mean = self.carrier.mean()
+            self.store_mean(mean)
+            _divide_tensors([*self.carrier.gradients.pieces(), *_gradients_of(others)], mean)
+        elif self.is_used:
+            if self.num_reductions == 0:
+                raise _missing_gradient_error()
+            unique = {id(each): each for each in (*trained_parameters(wrapped), *others)}
+            divide(unique.values(), self.averaged)
 
     def close(self) -> None:
         """End the window and start the next one."""
@@ -131,51 +149,32 @@ class WeightCarrier:
     divided by it. The parameter is part of the user's module only while DDP collects the parameters.
     """
 
-    def __init__(self, weights: WeightAccumulator, averaged: list[Tensor], like: Tensor) -> None:
-        """Create the parameter, with the dtype and device of `like`, one of the `averaged` parameters."""
-        self._weights = weights
+    def __init__(self, like: Tensor) -> None:
+        """Create the parameter, with the dtype and device of `like`."""
         self.total = nn.Parameter(torch.zeros((), dtype=like.dtype, device=like.device))
         self.total.grad = torch.zeros_like(self.total)
         self._zero = torch.zeros_like(self.total)
-        self._set_averaged(averaged)
-
-    def _set_averaged(self, averaged: list[Tensor]) -> None:
-        self._averaged = averaged
-        self._probe = averaged[-1]  # its gradient shows whether DDP has averaged
-        self._gradients = FlatGradients([*averaged, self.total])
 
     @classmethod
-    def of(cls, module: nn.Module, weights: WeightAccumulator) -> WeightCarrier | None:
+    def of(cls, module: nn.Module) -> WeightCarrier | None:
         """Return a carrier for a module; None if it has 16-bit parameters only."""
-        averaged = trained_parameters(module)
-        like = next((parameter for parameter in averaged if parameter.dtype in FULL_PRECISION), None)
-        return None if like is None else cls(weights, averaged, like)
+        precise = (each for each in trained_parameters(module) if each.dtype in FULL_PRECISION)
+        return next(map(cls, precise), None)
 
     @contextmanager
-    def moved_to(self, module: nn.Module, apart: Container[int]) -> Iterator[None]:
-        """Continue with a module whose trained parameters have changed; it is wrapped again in the block.
-
-        DDP does not average parameters with an id in `apart`.
-        """
+    def attached_to(self, module: nn.Module, apart: Container[int] = ()) -> Iterator[None]:
+        """Add the parameter to the module, which is wrapped in the block, without parameters in `apart`."""
         averaged = [parameter for parameter in trained_parameters(module) if id(parameter) not in apart]
-        self._set_averaged(averaged or [self.total])
-        with self.attached_to(module):
-            yield
-
-    @contextmanager
-    def attached_to(self, module: nn.Module) -> Iterator[None]:
-        """Add the parameter to the module, in a last child, so that DDP's indices of the others stay."""
+        self._averaged = averaged or [self.total]
+        self._probe = self._averaged[-1]  # its gradient shows whether DDP has averaged
+        self.gradients = FlatGradients([*self._averaged, self.total])
         child = nn.Module()
         child.total = self.total
-        module.add_module(_CARRIER, child)
+        module.add_module(_CARRIER, child)  # the last child, so that DDP's indices of the others stay
         try:
             yield
         finally:
             del module._modules[_CARRIER]
-
-    def is_in(self, wrapped: DistributedDataParallel) -> bool:
-        """Return whether a wrapper has this parameter. Call it in the block of `attached_to`."""
-        return any(parameter is self.total for parameter in wrapped.module.parameters())
 
     def add(self, weight: float, *, is_first: bool) -> Tensor:
         """Add a weight to the window, which the first weight starts; return the zero to add to the loss."""
@@ -187,37 +186,26 @@ class WeightCarrier:
             weights.add_(weight)
         return torch.add(self._zero, self.total, alpha=0)
 
-    def before(self) -> Any:
+    def gradient_of_probe(self) -> Any:
         """Return the state that `check_after` compares with."""
         gradient = self._probe.grad
         return gradient, None if gradient is None else gradient._version
 
-    def check_weighted(self) -> None:
-        """Raise if no loss had a weight in this microbatch."""
-        if not self._weights.is_weighted:
-            raise ConfigurationError(
-                message='gradient_weighting="logged", but the loss that was reduced has no weight.',
-                facts="the other ranks wait for it.",
-                remedy="strategy.weighted_loss(loss, weight).backward()",
-            )
-
     def check_after(self, before: Any) -> None:
-        """Raise if DDP has not averaged the gradients, and the weight with them, since `before()`."""
-        gradient, version = before
-        current = self._probe.grad
-        if current is not gradient or (current is not None and current._version != version):
+        """Raise if DDP has not averaged the gradients, and the weight with them, since `before`."""
+        gradient, version = self.gradient_of_probe()
+        if gradient is not before[0] or version != before[1]:
             return
         used = [parameter for parameter in self._averaged if parameter.grad is not None]
-        if current is not None or not used:
-            raise missing_gradient_error()
+        if gradient is not None or not used:
+            raise _missing_gradient_error()
         self._probe = used[-1]  # the loss does not use the previous one, as with static_graph=True
 
-    def divide(self, others: Iterable[Tensor] = ()) -> None:
-        """End a window: divide its gradients, and other parameters' gradients, by the mean of its weights."""
+    def mean(self) -> float | Tensor:
+        """Return the averaged weight; on an accelerator a tensor, to wait for nothing."""
         total: Any = self.total.grad
-        mean = total.item() if total.is_cpu else total.clone()
-        self._weights.store_mean(mean)
-        _divide_tensors([*self._gradients.pieces(), *_gradients_of(others)], mean)
+        mean: float | Tensor = total.item() if total.is_cpu else total.clone()
+        return mean
 
 
 @final
@@ -225,15 +213,13 @@ class WeightCarrier:
 class WeightedReduction:
     """A communication hook that averages buckets, and the ranks' weights with them.
 
-    It serves wrappers that cannot use a `WeightCarrier`. The weight is one more element of the first bucket,
-    which is sent in full precision; where that bucket is sparse, the weight is sent alone. Another hook, with
-    `group` as its state, averages the other buckets.
+    The weight is one more element of the first bucket, which is sent in full precision, or is sent alone if
+    that is sparse. Another hook, with `group` as its state, averages the other buckets.
     """
 
     weights: WeightAccumulator
     group: dist.ProcessGroup | None
     others: CommHookFunction
-    averages: ClassVar[bool] = True
 
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
         """Reduce a bucket of gradients."""
@@ -241,7 +227,7 @@ class WeightedReduction:
         buffer: Tensor = bucket.buffer()
         weights.num_reductions += 1
         if bucket.index() == 0 and buffer.is_sparse:
-            weights.averaged = weights.averaged + mean_over_ranks(weights.take(), self.group)
+            weights.averaged = weights.averaged + all_reduce(weights.take(), self.group)
         if bucket.index() > 0 or buffer.is_sparse:
             return self.others(self.group, bucket)
         length = buffer.numel()
@@ -258,19 +244,18 @@ class WeightedReduction:
 
 
 def weighted(loss: Tensor, weight: float, zeros: Sequence[Tensor]) -> Tensor:
-    """Return a loss times its weight, plus the zeros of the carriers that its backward pass must reach.
-
-    They are added last, so that the backward pass reaches them first: they are in DDP's first bucket.
-    """
+    """Return a loss times its weight, plus the zeros of the carriers that its backward pass must reach."""
     if not zeros:
         return loss * weight
+    # Added last, so that the backward pass reaches them first: they are in DDP's first bucket.
     zero = sum(zeros[1:], zeros[0])
     return torch.add(zero if zero.device == loss.device else zero.to(loss.device), loss, alpha=weight)
 
 
 @contextmanager
-def local_gradients_kept(module: nn.Module, carrier: WeightCarrier | None) -> Iterator[None]:
+def local_gradients_kept(module: nn.Module, weights: WeightAccumulator | None) -> Iterator[None]:
     """Give parameters the gradients that they have in the block before DDP averages them."""
+    carrier = None if weights is None else weights.carrier
     parameters = [*trained_parameters(module), *([] if carrier is None else [carrier.total])]
     local: dict[Tensor, Tensor] = {}
 
@@ -287,13 +272,6 @@ def local_gradients_kept(module: nn.Module, carrier: WeightCarrier | None) -> It
             parameter.grad.copy_(gradient)
 
 
-def check_averaged(wrapped: DistributedDataParallel, carrier: WeightCarrier, before: Any) -> None:
-    """Check that DDP has averaged all gradients in the last backward pass, and the weight with them."""
-    carrier.check_weighted()
-    check_finished(wrapped)
-    carrier.check_after(before)
-
-
 def divide(parameters: Iterable[Tensor], mean: float | Tensor) -> None:
     """Divide the averaged gradients of `parameters` by the mean of the window's weights, in place."""
     _divide_tensors(_gradients_of(parameters), mean)
@@ -305,10 +283,7 @@ def _gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _divide_tensors(gradients: list[Tensor], mean: float | Tensor) -> None:
-    """Divide gradients in place; do nothing for a mean of 0, whose gradients are zeros.
-
-    It does not synchronise with the device of `mean`, unless the gradients are on several devices.
-    """
+    """Divide gradients, unless the mean is 0; do not wait for its device unless gradients are on several."""
     is_there = isinstance(mean, Tensor) and all(gradient.device == mean.device for gradient in gradients)
     if isinstance(mean, Tensor) and is_there and not mean.is_cpu:
         divisor = mean.clamp_min(torch.finfo(mean.dtype).tiny)
@@ -318,7 +293,7 @@ def _divide_tensors(gradients: list[Tensor], mean: float | Tensor) -> None:
         torch._foreach_div_(gradients, number)
 
 
-def missing_gradient_error() -> ProcessGroupError:
+def _missing_gradient_error() -> ProcessGroupError:
     """Return the error for a window whose gradients, and the weights with them, were not averaged."""
     return ProcessGroupError(
         "A backward pass reached no parameter of the wrapped module, so this rank sent no weight; the "

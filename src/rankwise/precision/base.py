@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, TypeVar
 
@@ -15,6 +15,9 @@ from rankwise.errors import InvalidTypeError, UnknownNameError
 from rankwise.nested import map_tensors
 
 T = TypeVar("T")
+Closure = Callable[[], Any]
+"""Computes gradients; returns the loss."""
+
 _NOTHING = nullcontext()
 
 
@@ -91,9 +94,7 @@ class Precision:
     def scale_gradients(self) -> None:
         """Undo `unscale_gradients` where no step has followed, before gradients are added or saved."""
 
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Closure | None = None, **options: Any) -> Any:
         """Step the optimizer, with the `options` of its own `step`; return its result."""
         return optimizer.step(**options) if closure is None else optimizer.step(closure, **options)
 
@@ -159,13 +160,10 @@ def configured_optimizers(
         case None:
             return optimizers
         case [own, [*others]] if own is module and len(others) == len(optimizers):
-            are_optimizers = all(isinstance(each, Optimizer) for each in others)
-        case _:
-            are_optimizers = False
-    if not are_optimizers:
-        expected = "None, or (module, optimizers): the same module, and as many optimizers as were given"
-        raise InvalidTypeError(argument="Precision.configure()", value=returned, expected=expected)
-    return list(returned[1])
+            if all(isinstance(each, Optimizer) for each in others):
+                return others
+    expected = "None, or (module, optimizers): the same module, and as many optimizers as were given"
+    raise InvalidTypeError(argument="Precision.configure()", value=returned, expected=expected)
 
 
 class DtypePrecision(Precision):
@@ -208,13 +206,21 @@ def gradient_values(parameters: Iterable[Tensor]) -> list[Tensor]:
 
     Mutates: `parameter.grad` of sparse gradients; writing to the tensors changes the gradients.
     """
-    parameters = list(parameters)
-    gradients = [parameter.grad for parameter in parameters]
-    for number, gradient in enumerate(gradients):
+    values = []
+    for parameter in parameters:
+        gradient = parameter.grad
         if gradient is not None and gradient.is_sparse:
-            parameters[number].grad = coalesced = gradient.coalesce()
-            gradients[number] = coalesced._values()
-    return [gradient for gradient in gradients if gradient is not None and gradient.numel()]
+            parameter.grad = coalesced = gradient.coalesce()
+            gradient = coalesced._values()
+        if gradient is not None and gradient.numel():
+            values.append(gradient)
+    return values
+
+
+def are_finite(gradients: Sequence[Tensor]) -> bool:
+    """Return whether no element is infinite or NaN; synchronises with the device once."""
+    # The largest magnitude: unlike a sum of squares it cannot overflow.
+    return bool(get_total_norm(gradients, float("inf")).isfinite()) if gradients else True
 
 
 def floats_to(batch: T, dtype: torch.dtype) -> T:

@@ -175,7 +175,7 @@ def test_within_a_block(case: str, mode: str) -> None:
 
 def test_an_unknown_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where DDP is built in another way, a change is an error, and the wrapper stays as it is."""
-    monkeypatch.setitem(tracking._REBUILT_WITH, "_ddp_init_helper", ["self", "parameters", "options"])
+    monkeypatch.setitem(tracking._REBUILT_WITH, "_ddp_init_helper", "self parameters options")
     with pytest.raises(ConfigurationError, match=r"torch .* is not known to rankwise"):
         trained("frozen", 1)
     check("frozen", 1, sync_mode="forced_sync")
