@@ -33,7 +33,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
 """What each part of the package (a folder or file right under it) may import, beside itself."""
 
 HAVE_HOOKS = (
-    *("callbacks", "loggers", "trainer.data.data_hooks", "trainer.data.data_module"),
+    *("callbacks", "loggers", "trainer.data.data_module"),
     *("trainer.hooks", "trainer.module"),
 )
 """Parts and modules with hooks that are called with the Trainer and its module: decision 16."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rankwise.callbacks import LambdaCallback, Timer
 from rankwise.profilers import SimpleProfiler
-from rankwise.trainer.loops import validation
+from rankwise.trainer.loops import evaluation
 from tests.process.training_tasks import Regression, loader, trainer_on
 
 
@@ -95,7 +95,7 @@ class SeesValidation(Draws):
 
     def on_train_start(self) -> None:
         if self.trainer.global_rank == 1:
-            vars(validation)["time"] = SimpleNamespace(monotonic=float)  # of this process alone
+            vars(evaluation)["time"] = SimpleNamespace(monotonic=float)  # of this process alone
 
 
 def test_validation_after_a_time() -> None:

@@ -25,7 +25,7 @@ from rankwise.compatibility.names import MISSING_HOOKS
 from rankwise.errors import ConfigurationError
 from rankwise.loggers import Logger
 from rankwise.trainer.data import DataModule
-from rankwise.trainer.data.data_hooks import TRANSFER_HOOKS, is_own, own_methods
+from rankwise.trainer.data.data_module import TRANSFER_HOOKS, is_own, own_methods
 from rankwise.trainer.module import TrainingModule
 from rankwise.trainer.module_loading import load_data_module_state
 

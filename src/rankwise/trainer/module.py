@@ -16,7 +16,7 @@ from rankwise import ranks
 from rankwise.checks import check_choice
 from rankwise.errors import InvalidArgumentError, InvalidTypeError, LifecycleError
 from rankwise.hyperparameters import HyperparametersMixin
-from rankwise.trainer.data.data_hooks import DataHooks, is_own, undefined
+from rankwise.trainer.data.data_module import DataHooks, is_own, undefined
 from rankwise.trainer.metrics.metric_objects import items_of
 from rankwise.trainer.module_loading import LoadFromCheckpoint, load_from_checkpoint
 

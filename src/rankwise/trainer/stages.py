@@ -29,13 +29,12 @@ from rankwise.trainer.checkpointing import (
 )
 from rankwise.trainer.consistency import fingerprint_of_checkpoint
 from rankwise.trainer.data import DataModule
-from rankwise.trainer.data.data_hooks import DataHooks, is_own, prepares_data, undefined
-from rankwise.trainer.data.loader_shard import check_can_be_gathered
+from rankwise.trainer.data.data_module import DataHooks, is_own, prepares_data, undefined
+from rankwise.trainer.data.stage_loaders import check_can_be_gathered
 from rankwise.trainer.hooks import errors_logged
 from rankwise.trainer.loops.bucket_order import replay_gradient_order
-from rankwise.trainer.loops.evaluation import EvaluationLoop, EvaluationName, Gather
+from rankwise.trainer.loops.evaluation import EvaluationLoop, EvaluationName, Gather, run_sanity_check
 from rankwise.trainer.loops.fit import FitLoop, end_epoch
-from rankwise.trainer.loops.validation import run_sanity_check
 from rankwise.trainer.module import TrainingModule, is_defined
 from rankwise.trainer.stage_parts import describe_run, profiled, torch_flags_set
 from rankwise.trainer.state import TrainerStatus
@@ -43,8 +42,8 @@ from rankwise.trainer.state_transfer import RankState
 
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
+    from rankwise.trainer.data.loader_shard import TrainData
     from rankwise.trainer.data.stage_loaders import StageLoaders
-    from rankwise.trainer.data.train_data import TrainData
     from rankwise.trainer.state import LoopContext, StageName
 
 _STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}

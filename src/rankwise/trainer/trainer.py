@@ -23,14 +23,13 @@ from rankwise.trainer.arguments import TrainerOptions, with_known_keywords
 from rankwise.trainer.checkpointing import CheckpointFiles, check_hyper_parameters, save_checkpoint
 from rankwise.trainer.consistency import check_can_compare
 from rankwise.trainer.data import DataModule
-from rankwise.trainer.data.loader_shard import check_loaders
-from rankwise.trainer.data.stage_loaders import StageLoaders
+from rankwise.trainer.data.stage_loaders import StageLoaders, check_loaders
 from rankwise.trainer.hooks import Hooks, check_hooks
 from rankwise.trainer.loops.evaluation import GATHERINGS, Gather
 from rankwise.trainer.loops.manual import check_manual
 from rankwise.trainer.loops.nonfinite import check_hook
 from rankwise.trainer.loops.optimizers import OptimizerSet
-from rankwise.trainer.metrics.table import metrics_table
+from rankwise.trainer.metrics.results import metrics_table
 from rankwise.trainer.module import TrainingModule, no_module
 from rankwise.trainer.properties import TrainerProperties
 from rankwise.trainer.stages import Stage, own_classes

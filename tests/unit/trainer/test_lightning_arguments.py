@@ -18,7 +18,7 @@ from rankwise.callbacks import Callback, LambdaCallback, ModelCheckpoint, ModelS
 from rankwise.errors import ConfigurationError
 from rankwise.loggers import CSVLogger
 from rankwise.trainer import Trainer
-from rankwise.trainer.loops import validation
+from rankwise.trainer.loops import evaluation
 from tests.unit.trainer.helpers import Line, Recording, fitted, loader, saved, trainer
 
 # The parameters of lightning.pytorch.Trainer.__init__ of version 2.6, and their defaults.
@@ -247,7 +247,7 @@ def test_the_time_counts_from_the_last_validation(tmp_path: Path, monkeypatch: p
     """The end of an epoch does not matter. Here a second passes in each training step, and only there."""
     model = Line()
     clock = SimpleNamespace(monotonic=lambda: sum(name.startswith("train") for name in model.seen))
-    monkeypatch.setattr(validation, "time", clock)
+    monkeypatch.setattr(evaluation, "time", clock)
     interval = timedelta(seconds=3)
     train = trainer(tmp_path, max_epochs=3, val_check_interval=interval, check_val_every_n_epoch=None)
     train.fit(model, loader(), loader(count=2))

@@ -1,56 +1,35 @@
-"""Each rank's part of the data loaders."""
+"""Each rank's part of the data loaders; in training, of one loader or of several that are combined."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+from collections import deque
+from collections.abc import Iterable, Iterator
+from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, final
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from rankwise.data.batches import (
+    BatchSizes,
     BatchStream,
     DescribedBatch,
     SizedBatches,
+    batch_sizes,
     set_epoch_of_loader,
     sharded_sampler_of,
     start_with_seed,
     with_batch_stream,
 )
-from rankwise.data.combined_loader import CombinedLoader, check_iterable, is_collection
+from rankwise.data.combined_loader import CombinedLoader, Row, rows
 from rankwise.data.sampler import ShardedSampler, length_of
-from rankwise.data.sharding import (
-    batches_before_split,
-    check_interleaved_by_batches,
-    check_shardable,
-    in_dataset_order,
-    is_in_dataset_order,
-    is_shardable,
-    is_split_for_one_rank,
-    shard_for_evaluation,
-    shard_for_prediction,
-    shard_for_training,
-    with_attributes,
-)
+from rankwise.data.sharding import is_shardable
 from rankwise.errors import ConfigurationError
-from rankwise.process_group.collectives import ALONE
-from rankwise.ranks import warn
-from rankwise.strategies.agreement import replica_of
 
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
-    from rankwise.trainer.arguments import TrainerOptions
-    from rankwise.trainer.state import LoopContext, StageName
-
-PHASE_NAMES = {"train": "training", "validate": "validation", "test": "test", "predict": "prediction"}
-_SHARDERS: dict[str, Callable[..., Any]] = {
-    "train": shard_for_training,
-    "validate": shard_for_evaluation,
-    "test": shard_for_evaluation,
-    "predict": shard_for_prediction,
-}
+    from rankwise.trainer.state import Progress
 
 
 @final
@@ -59,20 +38,14 @@ class LoaderShard:
 
     In training, the order of the batches and what the loader's workers draw depend only on the seed (of the
     loader's own generator, if it has one), the epoch and the number of the pass.
-
-    Attributes:
-        loader: the part; in training its batches of indices, if it has any, come from a `BatchStream`.
-        batch_indices: the indices of the batch whose size was taken last; None for unknown.
-        stream: the batches of indices of training, if there are any.
-        sampler: in training, rankwise's sampler that splits the loader over the ranks, if there is one.
     """
 
     def __init__(self, loader: Any, num_batches: float) -> None:
         self.loader = loader
         self.num_batches = num_batches
-        self.batch_indices: list[Any] | None = None
-        self.stream: BatchStream | None = None
-        self.sampler: ShardedSampler | None = None
+        self.batch_indices: list[Any] | None = None  # of the batch whose size was taken last, if known
+        self.stream: BatchStream | None = None  # of training, if the loader has batches of indices
+        self.sampler: ShardedSampler | None = None  # in training, which splits the loader, if one does
         self._seed = self._epoch = 0
         self._variant: tuple[int, ...] = ()
         self._number = self._rank = 0
@@ -104,11 +77,6 @@ class LoaderShard:
         self.sampler = sharded_sampler_of(self.loader)
 
     @property
-    def is_here(self) -> bool:
-        """Whether batches are loaded in this process, by indices."""
-        return is_shardable(self.loader) and self.loader.num_workers == 0
-
-    @property
     def is_certain(self) -> bool:
         """Whether the loader's length is exact."""
         is_iterable = isinstance(self.loader, DataLoader) and isinstance(self.loader.dataset, IterableDataset)
@@ -122,10 +90,9 @@ class LoaderShard:
         return self._length
 
     def place(self, batches: int = 0, *, samples: int = 0, pass_number: int = 0) -> None:
-        """Begin the next pass over the data of an epoch after its first batches.
+        """Begin the next pass over an epoch's data after its first batches; a later pass has another order.
 
-        These are counted as `samples` of all ranks where rankwise splits the data and there are any. A later
-        pass has another order.
+        `samples` of all ranks are counted instead of batches where rankwise splits the data.
         """
         numbers = (self._number, pass_number)
         self._variant = numbers if any(numbers) else ()
@@ -148,163 +115,6 @@ def first_of(count: float, batches: Iterable[Any]) -> Iterator[Any]:
     return islice(batches, None if math.isinf(count) else max(0, int(count)))
 
 
-def loaders_in(given: Any) -> list[Any]:
-    """Return the loaders that a user gave: several in containers, one alone (or a list of batches), or None.
-
-    Raises:
-        InvalidTypeError: for a value that cannot be iterated over.
-    """
-    if given is None or isinstance(given, DataLoader):
-        return [] if given is None else [given]
-    if isinstance(given, CombinedLoader):
-        return given.flattened
-    if is_collection(given):
-        return CombinedLoader(given).flattened
-    check_iterable(given)
-    return [given]
-
-
-def combination_of(given: Any) -> CombinedLoader | None:
-    """Return how to combine the loaders of training; None for one alone."""
-    if isinstance(given, (DataLoader, CombinedLoader)):
-        return given if isinstance(given, CombinedLoader) else None
-    return CombinedLoader(given, "max_size_cycle") if is_collection(given) else None
-
-
-def restored_loaders(given: Any, shards: list[LoaderShard]) -> Any:
-    """Return the parts of the loaders that a user gave, in the user's containers, without their workers."""
-    loaders = [
-        with_attributes(shard.loader) if isinstance(shard.loader, DataLoader) else shard.loader
-        for shard in shards
-    ]
-    combination = combination_of(given)
-    if combination is None:
-        return loaders[0] if loaders else None
-    return combination.restored(loaders)
-
-
-def check_num_loaders(stage: StageName, phase: str, loaders: list[Any]) -> None:
-    """Raise ConfigurationError unless there is a loader to train with, or any to evaluate."""
-    if not loaders and (phase == "train" or stage == phase):
-        raise ConfigurationError(
-            message=f"{stage}() has 0 {PHASE_NAMES[phase]} loaders.",
-            remedy="pass one, or several." if phase == "train" else "pass one, or a list of them.",
-        )
-
-
-def check_mode(phase: str, given: Any, options: TrainerOptions) -> None:
-    """Raise ConfigurationError for a way of combining loaders that a phase does not have."""
-    mode = given.mode if isinstance(given, CombinedLoader) else None
-    if phase != "train" and mode not in (None, "sequential"):
-        raise ConfigurationError(
-            message=f"CombinedLoader(mode={mode!r}) is for training, not for {PHASE_NAMES[phase]}.",
-            facts="an evaluation reads each loader to its end, so that each sample counts once.",
-            remedy='CombinedLoader(..., "sequential"), or a list of the loaders.',
-        )
-    if phase == "train" and mode == "sequential":
-        raise ConfigurationError(
-            message="CombinedLoader(mode='sequential') is for evaluation, not for training.",
-            remedy='another mode, such as "max_size_cycle"; or one loader over a '
-            "torch.utils.data.ConcatDataset.",
-        )
-    if phase == "train" and combination_of(given) is not None and options.uneven_inputs == "join":
-        raise ConfigurationError(
-            message="uneven_inputs='join' needs one training loader.",
-            facts="a rank would lack batches of some loaders only, and weights could not make up for that.",
-            remedy='uneven_inputs="error", which shards loaders evenly; or one loader over a data set that '
-            "reads several.",
-        )
-
-
-def check_loaders(stage: StageName, phase: str, given: Any, options: TrainerOptions, world_size: int) -> None:
-    """Check, before any process starts, the number of loaders and that the ranks can split them."""
-    if given is None:
-        return
-    check_mode(phase, given, options)
-    loaders = loaders_in(given)
-    check_num_loaders(stage, phase, loaders)
-    for loader in loaders if options.use_distributed_sampler and world_size > 1 else ():
-        check_shardable(loader, by_index=phase == "predict")
-
-
-def shard_for_phase(
-    phase: str, loader: Any, seed: int, options: TrainerOptions, strategy: Strategy
-) -> LoaderShard:
-    """Return this rank's batches of `loader` in a phase: `train`, `validate`, `test` or `predict`."""
-    limit = options.limit(phase)
-    replica = replica_of(strategy)
-    if options.overfit_batches and phase in ("train", "validate"):
-        loader = _without_shuffling(loader, phase, strategy)
-    if options.use_distributed_sampler and phase == "predict":
-        loader = in_dataset_order(loader)
-    if strategy.job_group is ALONE and getattr(getattr(loader, "dataset", None), "shards_itself", False):
-        loader = shard_for_evaluation(loader, 1, 0)  # in each phase: else it reads its part of an outer job
-    is_split_here = options.use_distributed_sampler and (
-        strategy.world_size > 1 or is_split_for_one_rank(loader, keeps_order=phase != "train")
-    )
-    keeps_uneven = phase == "train" and options.uneven_inputs == "join"
-    uneven: dict[str, Any] = {"uneven": "keep"} if keeps_uneven else {}
-    shard = _SHARDERS[phase](loader, **replica, seed=seed, **uneven) if is_split_here else loader
-    if not is_split_here or phase != "predict":
-        return LoaderShard(shard, limited(length_of(shard), limit))
-    # Prediction splits by batches, so the limit applies to the whole loader, also if the user has split it.
-    whole = limited(length_of(batches_before_split(loader)), limit)
-    own = whole if math.isinf(whole) else len(range(replica["rank"], int(whole), replica["num_replicas"]))
-    return LoaderShard(shard, own)
-
-
-def _without_shuffling(loader: Any, phase: str, strategy: Strategy) -> Any:
-    """Return a loader that has the same batches in every epoch; warn on rank 0 of what that changes."""
-    ordered = in_dataset_order(loader)
-    sampler = getattr(ordered, "sampler", None)
-    problem = ""
-    if ordered is not loader:
-        problem = f"overfit_batches reads the {PHASE_NAMES[phase]} data in their order, without shuffling."
-    elif is_shardable(loader) and not is_in_dataset_order(loader):
-        problem = (
-            f"overfit_batches keeps {type(sampler).__name__} of the {PHASE_NAMES[phase]} loader: the batches "
-            "of two epochs may differ."
-        )
-    if problem and strategy.is_global_zero:
-        warn(problem)
-    return ordered
-
-
-def check_fraction(
-    strategy: Strategy, phase: str, shards: list[LoaderShard], options: TrainerOptions
-) -> None:
-    """Raise ConfigurationError if a fraction leaves no batch of a loader. Collective if there is one."""
-    limit = options.limit(phase)
-    if phase == "train" or isinstance(limit, int) or limit in (0.0, 1.0):
-        return
-    own = [(length_of(shard.loader), shard.num_batches) for shard in shards]
-    for number, by_rank in enumerate(zip(*strategy.all_gather_object(own), strict=True)):
-        lengths, counts = zip(*by_rank, strict=True)
-        if any(lengths) and not any(counts):
-            raise ConfigurationError(
-                message=f"A limit of {limit} leaves no batch of {PHASE_NAMES[phase]} loader {number}.",
-                facts=f"the ranks' parts of it have {list(lengths)} batches.",
-                remedy="a larger fraction, or a number of batches (int); 0 for none.",
-            )
-
-
-def warn_if_empty(strategy: Strategy, phase: str, loaders: list[Any]) -> None:
-    """Warn on rank 0 of a loader without a batch, as Lightning does; it trains or evaluates nothing.
-
-    One of several for training is an error later.
-    """
-    is_refused = phase == "train" and len(loaders) > 1
-    if strategy.is_global_zero and not is_refused and any(length_of(loader) == 0 for loader in loaders):
-        warn(f"The {PHASE_NAMES[phase]} loader is empty: its length is 0.")
-
-
-def check_can_be_gathered(shards: list[LoaderShard], world_size: int) -> None:
-    """Make sure that the ranks' predictions can be put in dataset order, also if the user splits the data."""
-    for loader in (shard.loader for shard in shards if world_size > 1):
-        if isinstance(loader, DataLoader) and is_shardable(loader):
-            check_interleaved_by_batches(loader)
-
-
 def limited(length: float, limit: float) -> float:
     """Return how many of `length` batches run with a limit: a number (int) or a fraction (float)."""
     if isinstance(limit, int):
@@ -319,8 +129,169 @@ def limited(length: float, limit: float) -> float:
     return int(length * limit)
 
 
-def must_reload(context: LoopContext, phase: str) -> bool:
-    """Return whether the loaders of a phase are from before a multiple of the epochs of reloading."""
-    every, loaded = context.options.reload_dataloaders_every_n_epochs, context.stage.loaded_epochs
-    epoch = context.state.progress.current_epoch
-    return bool(every) and loaded.get(phase, epoch) // every != epoch // every
+@final
+class TrainData:
+    """This rank's batches of an epoch, from its first batch or from where an earlier run stopped.
+
+    The batches, and what a loader's workers draw, depend only on the seed (of the user's generator, if there
+    is one) and the epoch. One loader that rankwise has split continues within an epoch on any number of
+    ranks. Others continue on the same number: each at its own batch, or, within iterable data and data of
+    unknown length, by reading all again.
+
+    With several loaders, a batch counts as many samples as the part of its first loader: the first that has
+    one. A loader that begins again within an epoch has another order then.
+    """
+
+    def __init__(
+        self,
+        shards: list[LoaderShard],
+        seed: int,
+        limit: float,
+        strategy: Strategy,
+        combination: CombinedLoader | None = None,
+    ) -> None:
+        for number, shard in enumerate(shards):
+            shard.use_for_training(seed, strategy.global_rank, number)
+        self.limit = limit
+        self._shards, self._combination = shards, combination
+        self.loaders = [shard.loader for shard in shards]
+        self._are_certain = [shard.is_certain for shard in shards]
+        self.is_certain = all(self._are_certain)  # otherwise `num_batches` is an upper limit
+        # How many items of the index stream all ranks use for a batch; of several loaders, one for each rank.
+        self.samples_per_batch = strategy.distributed_sampler_kwargs["num_replicas"]
+        self._is_split = self._skips = False
+        self.replayed: Any = None  # the last batch that was read again to continue an earlier run
+        self._taken: deque[Row] = deque()
+        if combination is None:
+            self.loader: Any = self.loaders[0]
+            stream = shards[0].stream
+            if stream is not None and isinstance(stream.sampler, ShardedSampler):  # no whole batches
+                self.samples_per_batch *= int(stream.batches.batch_size)
+            self._is_split = shards[0].sampler is not None
+            self._skips = stream is not None and not self._is_split
+            self._lengths, self.num_batches = [math.inf], shards[0].num_batches
+            return
+        self.loader = CombinedLoader(combination.restored(self.loaders), combination.mode)
+        self._skips = self.is_certain and all(shard.stream is not None for shard in shards)
+        self._set_lengths([length_of(loader) for loader in self.loaders])
+        if combination.mode == "max_size" and not self.is_certain and strategy.world_size > 1:
+            raise ConfigurationError(
+                message="CombinedLoader(mode='max_size') needs loaders whose lengths are known, with several "
+                "ranks.",
+                facts="a loader that ends on one rank before another would leave it with None alone.",
+                remedy='the mode "min_size" or "max_size_cycle".',
+            )
+
+    def _set_lengths(self, lengths: list[float]) -> None:
+        self._lengths = lengths
+        length = lengths[0] if self._combination is None else self._combination.length(lengths)
+        self.num_batches = limited(length, self.limit)
+
+    @property
+    def lengths(self) -> tuple[float, ...]:
+        """Of several loaders, how many batches each has on this rank; `inf` for unknown."""
+        if self._combination is None:
+            return ()
+        both = zip(self._lengths, self._are_certain, strict=True)
+        return tuple(length if is_certain else math.inf for length, is_certain in both)
+
+    def place(self, progress: Progress) -> None:
+        """Make the next `start` begin at the position of `progress`, or raise on every rank if it cannot."""
+        done, samples = progress.batches_done, progress.samples_done
+        if not self._is_split and samples != done * self.samples_per_batch:
+            ranks = samples / done
+            raise ConfigurationError(
+                message="Training cannot continue within an epoch on another number of ranks: rankwise does "
+                "not split these data by index, or there are several loaders, so nothing tells which samples "
+                "are left.",
+                facts=f"{done} batches of epoch {progress.current_epoch} are done, on {ranks:g} ranks.",
+                remedy=f"continue on {ranks:g} ranks, or from a checkpoint written at the end of an epoch.",
+            )
+        lengths = [shard.begin_epoch(progress.current_epoch) for shard in self._shards]
+        if self._is_split and done:
+            self._shards[0].place(done, samples=samples)
+            if lengths[0]:  # otherwise there is no batch that this rank could repeat, either
+                lengths = [length_of(self.loader) + done]
+        self._set_lengths(lengths)
+
+    def start(self, progress: Progress) -> Iterator[Any]:
+        """Start the loaders' workers, if there are any; return the batches that are left."""
+        done, combination = progress.batches_done, self._combination
+        passes = [0] * len(self._shards)
+        for number, shard in enumerate(self._shards if done and self._skips else ()):
+            passes[number], skipped = self._position(done, self._lengths[number])
+            shard.place(skipped, pass_number=passes[number])
+        if combination is None:
+            found: Iterator[Any] = zip(self._shards[0].start())
+        else:
+            starts = [partial(self._begin, *each) for each in zip(self._shards, passes, strict=True)]
+            found = rows(combination.mode, starts, passes)
+        self.replayed = None
+        for row in islice(found, 0 if self._skips or self._is_split else done):  # there may be fewer now
+            self.replayed = self._joined(row)
+        return first_of(self.num_batches - done, self._batches(found))
+
+    def _position(self, done: int, length: float) -> tuple[int, int]:
+        """Return the number of the pass, and the batch in it, with which a loader continues."""
+        if self._combination is None or self._combination.mode != "max_size_cycle":
+            return 0, int(min(done, length))
+        # A pass that has ended begins again when its next batch is asked for.
+        return (done - 1) // int(length), (done - 1) % int(length) + 1
+
+    def _begin(self, shard: LoaderShard, first_pass: int, number: int) -> Iterator[DescribedBatch]:
+        """Start a pass over a loader."""
+        if number != first_pass:
+            shard.place(pass_number=number)
+        return shard.start()
+
+    def _batches(self, found: Iterator[Row]) -> Iterator[Any]:
+        self._taken.clear()
+        for row in found:
+            self._taken.append(row)
+            yield self._joined(row)
+
+    def _joined(self, row: Row) -> Any:
+        """Return the batch that the loaders' batches make; None stands for a loader that has ended."""
+        if self._combination is None:
+            return row[0][0]
+        return self._combination.restored([part and part[0] for part in row])
+
+    def take_size(self) -> int | None:
+        """Return the number of samples in the batch that follows the last one asked for; None if unknown."""
+        row = self._taken.popleft()
+        for shard, part in zip(self._shards, row, strict=True):
+            shard.batch_indices = part and part[2]
+        first: DescribedBatch = next(filter(None, row))
+        return first[1]
+
+    def batch_sizes(self) -> BatchSizes | None:
+        """Return the sizes of all ranks' batches; None if a rank cannot compute those of others."""
+        found = [batch_sizes(loader) for loader in self.loaders]
+        if self._combination is None:
+            return found[0]
+        sizes = [each for each in found if each is not None]
+        if not self.is_certain or len(sizes) < len(found):
+            return None
+        if len({(each.rank, each.num_replicas) for each in sizes}) > 1:
+            return None
+        is_cycled, lengths = self._combination.mode == "max_size_cycle", self._lengths
+        if is_cycled and lengths[0] < max(lengths):
+            stream = self._shards[0].stream
+            if stream is None or isinstance(stream.batches, ShardedSampler):
+                return None  # whole batches have another order, and so other sizes, in each pass
+
+        def size_of(rank: int, batch: int) -> int:
+            if is_cycled:
+                return sizes[0].size_of(rank, batch % int(lengths[0]))
+            return next(filter(None, (each.size_of(rank, batch) for each in sizes)), 0)
+
+        return BatchSizes(sizes[0].rank, sizes[0].num_replicas, size_of)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether batches are loaded in this process, and their number is known.
+
+        Then none may be loaded ahead: its random numbers must come after those of the training step.
+        """
+        are_loaded_here = all(is_shardable(loader) and loader.num_workers == 0 for loader in self.loaders)
+        return are_loaded_here and not math.isinf(self.num_batches)

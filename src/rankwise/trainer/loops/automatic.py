@@ -16,7 +16,7 @@ from rankwise.gradient_sync.parameters import all_parameters, trained_parameters
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.strategies import Strategy
 from rankwise.strategies.agreement import mean_loss
-from rankwise.trainer.data.data_hooks import is_own
+from rankwise.trainer.data.data_module import is_own
 from rankwise.trainer.hooks import num_step_arguments
 from rankwise.trainer.loops.closures import takes_closures
 from rankwise.trainer.loops.nonfinite import NonFiniteGuard
@@ -36,21 +36,19 @@ _NOTHING = nullcontext()
 
 @final
 class AutomaticOptimization:
-    """Accumulate gradients over a window of batches, then step the optimizer once.
-
-    Attributes:
-        has_stepped: whether the last window changed the weights; a step may have been skipped.
-    """
+    """Accumulate gradients over a window of batches, then step the optimizer once."""
 
     def __init__(self, context: LoopContext, schedule: BatchSchedule) -> None:
         self._context = context
         self._strategy = context.strategy
         self._module = context.module
         self._schedule = schedule
-        self._must_sync = _must_sync(context)
+        # Whether `gradient_sync_context` does anything in this stage; a strategy's own one may.
+        self._must_sync = is_own(context.strategy, Strategy, "gradient_sync_context") or (
+            context.strategy.gradients.acts_on(context.wrapped, context.strategy.data_parallel_group)
+        )
         self._padding = PaddingGradients(context)
-        policy = context.options.on_nonfinite
-        self._guard = None if policy is None else NonFiniteGuard(context, policy)
+        self._guard = None if context.options.on_nonfinite is None else NonFiniteGuard(context)
         self._is_window_start = True
         self._has_gradients = False
         self._random = context.stage.random
@@ -74,7 +72,7 @@ class AutomaticOptimization:
         self._step_arguments = num_step_arguments(context.module, "training_step")
         self._weight: float | Tensor = 1.0  # of the last batch
         self.weighting = BatchWeighting(context, schedule)
-        self.has_stepped = False
+        self.has_stepped = False  # whether the last window changed the weights
 
     def begin_epoch(self) -> None:
         """Start the first window of an epoch; a window that was not finished is forgotten."""
@@ -88,14 +86,19 @@ class AutomaticOptimization:
         is_start, self._is_window_start = self._is_window_start, is_window_end
         factor = self.weighting.begin_batch(batch_idx, is_window_end)
         if factor != 1 and not is_start:
-            self._scale_gradients(factor)
+            for parameter in self._all_parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
         compute = partial(self._forward_backward, batch, batch_idx, is_start, is_window_end)
         if is_window_end and self._steps_with_closure and self._context.optimizers:
             return self._step_with_closure(compute, batch_idx)
         outputs = compute()
         if is_window_end:
             self._padding.end_window()
-            self._step()
+            self.has_stepped = False
+            for optimizer in self._context.optimizers if self._has_gradients else ():
+                self._step_optimizer(optimizer)
+            self._context.state.progress.global_step += 1
         return outputs
 
     def _forward_backward(self, batch: Any, batch_idx: int, is_start: bool, is_window_end: bool) -> Any:
@@ -105,7 +108,10 @@ class AutomaticOptimization:
         has_backward = False
         if is_start and not self._clears_late:
             self._clear_gradients(batch_idx)
-        with schedule.preserve_state(self._synced(is_window_end)):
+        synced: AbstractContextManager[None] = _NOTHING
+        if self._must_sync:
+            synced = strategy.gradient_sync_context(context.wrapped, context.optimizers, is_window_end)
+        with schedule.preserve_state(), synced:
             report_phase("forward", step=context.state.progress.global_step)
             with strategy.precision.forward_context():
                 call = schedule.call_method if schedule.has_padding else strategy.call_method
@@ -120,11 +126,9 @@ class AutomaticOptimization:
                 has_backward = True
         if has_backward:
             self._has_gradients = True
-            if is_window_end or not self._may_change_gradients:
+            are_kept = self._may_change_gradients and not is_window_end
+            with self._gradients_kept() if are_kept else _NOTHING:
                 self._hooks.call("on_after_backward")
-            else:
-                with self._gradients_kept():
-                    self._hooks.call("on_after_backward")
         return outputs
 
     def _gradients_kept(self) -> AbstractContextManager[None]:
@@ -135,13 +139,6 @@ class AutomaticOptimization:
         else:
             parameters = self._all_parameters()
         return gradients_kept(parameters, 'DDPStrategy(sync_mode="multi_auto_sync")')
-
-    def _synced(self, is_window_end: bool) -> AbstractContextManager[None]:
-        """Return the block in which gradients are averaged, if this rank averages any."""
-        if not self._must_sync:
-            return _NOTHING
-        context = self._context
-        return self._strategy.gradient_sync_context(context.wrapped, context.optimizers, is_window_end)
 
     def _step_with_closure(self, compute: Callable[[], Any], batch_idx: int) -> Any:
         """Step in `optimizer_step` of the module; return the outputs of the first call of the closure."""
@@ -229,21 +226,10 @@ class AutomaticOptimization:
             else:
                 self._zero_grad(self._context.state.progress.current_epoch, batch_idx, optimizer)
 
-    def _scale_gradients(self, factor: float) -> None:
-        for parameter in self._all_parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
-
     def _all_parameters(self) -> list[Tensor]:
         """Return what may have gradients of this window, also what was frozen within it."""
         parameters_of = self._strategy.precision.model_parameters
         return all_parameters(self._context.wrapped, self._context.optimizers, parameters_of)
-
-    def _step(self) -> None:
-        self.has_stepped = False
-        for optimizer in self._context.optimizers if self._has_gradients else ():
-            self._step_optimizer(optimizer)
-        self._context.state.progress.global_step += 1
 
     def _step_optimizer(self, optimizer: Optimizer, **options: Any) -> None:
         """Step an optimizer after its gradients were computed, unless they are not finite."""
@@ -268,11 +254,3 @@ class AutomaticOptimization:
             is_norm = settings.gradient_clip_algorithm != "value"
             clip = precision.clip_gradients_norm if is_norm else precision.clip_gradients_value
             clip(optimizer, limit)
-
-
-def _must_sync(context: LoopContext) -> bool:
-    """Return whether `gradient_sync_context` does anything in this stage; a strategy's own one may."""
-    strategy = context.strategy
-    if is_own(strategy, Strategy, "gradient_sync_context"):
-        return True
-    return strategy.gradients.acts_on(context.wrapped, strategy.data_parallel_group)

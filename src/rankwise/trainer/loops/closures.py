@@ -9,51 +9,34 @@ from rankwise.precision import MasterWeightsPrecision
 from rankwise.trainer.loops.optimizers import needs_closure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from rankwise.trainer.state import LoopContext
 
 
 def takes_closures(context: LoopContext) -> bool:
-    """Return whether the optimizer gets the closure in automatic optimisation, or steps after it.
+    """Return whether the optimizer gets the closure, or steps after it; raise for options that exclude it.
 
-    An optimizer that needs a closure gets it. If the module defines `optimizer_step`, an optimizer that is
-    not torch's gets it too, if precision and options allow that: it may call the closure twice.
-
-    Raises:
-        ConfigurationError: with options that cannot be used where a closure is needed; on every rank.
+    An optimizer that needs a closure gets it, such as L-BFGS, which computes gradients several times in a
+    step. If the module defines `optimizer_step`, an optimizer that is not torch's gets it too, if precision
+    and options allow that: it may call the closure twice.
     """
-    if any(needs_closure(optimizer) for optimizer in context.optimizers):
-        _check_options(context)
-        return True
-    if context.hooks.own("optimizer_step") is None:
-        return False
+    needing = [type(each).__name__ for each in context.optimizers if needs_closure(each)]
     are_torchs = all(type(each).step.__module__.startswith("torch.") for each in context.optimizers)
-    return not (are_torchs or any(is_set for _, is_set, _ in _excluding(context)))
-
-
-def _is_16_bit(context: LoopContext) -> bool:
-    precision = context.strategy.precision
-    return precision.scales_loss or isinstance(precision, MasterWeightsPrecision)
-
-
-def _excluding(context: LoopContext) -> Iterator[tuple[str, bool, str]]:
-    """Yield the arguments that exclude several backward passes in a step: name, whether it is set, remedy."""
+    if not needing and (are_torchs or context.hooks.own("optimizer_step") is None):
+        return False
     options, hook, precision = context.options, context.strategy.gradients.hook, context.strategy.precision
-    yield from (
+    is_16_bit = precision.scales_loss or isinstance(precision, MasterWeightsPrecision)
+    excluding = (
         ("accumulate_grad_batches", options.accumulate_grad_batches > 1, "larger batches"),
         ("on_nonfinite", options.on_nonfinite is not None, "a check in training_step"),
-        (f"precision={precision.name!r}", _is_16_bit(context), '"bf16-mixed" or "32-true"'),
+        (f"precision={precision.name!r}", is_16_bit, '"bf16-mixed" or "32-true"'),
         ("comm_hook", hook is not None and hook.is_stateful, 'comm_hook="bf16_compress"'),
     )
-
-
-def _check_options(context: LoopContext) -> None:
-    name = next(type(optimizer).__name__ for optimizer in context.optimizers if needs_closure(optimizer))
-    for argument, is_set, remedy in _excluding(context):
-        if is_set:
-            raise ConfigurationError(
-                message=f"{argument} cannot be used with {name}, which computes several gradients in a step.",
-                facts=f"{name}.step() needs a closure.",
-                remedy=f"leave it out, or use {remedy} instead.",
-            )
+    found = [(argument, remedy) for argument, is_set, remedy in excluding if is_set]
+    if needing and found:
+        (argument, remedy), name = found[0], needing[0]
+        raise ConfigurationError(
+            message=f"{argument} cannot be used with {name}, which computes several gradients in a step.",
+            facts=f"{name}.step() needs a closure.",
+            remedy=f"leave it out, or use {remedy} instead.",
+        )
+    return bool(needing) or not found

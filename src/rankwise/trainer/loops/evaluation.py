@@ -1,11 +1,12 @@
-"""The loops of validation, test and prediction: every sample once, on any number of ranks."""
+"""Validation, test and prediction: every sample once, on any number of ranks; and when a fit validates."""
 
 from __future__ import annotations
 
-import contextlib
+import math
+import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from datetime import timedelta
 from functools import cached_property, partial
 from itertools import count, takewhile, zip_longest
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
@@ -15,22 +16,27 @@ from torch import Tensor, nn
 
 from rankwise.data.batches import batch_sizes
 from rankwise.errors import ConfigurationError
+from rankwise.gradient_sync.parameters import share_buffers
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.nested import to_device
 from rankwise.process_group.collectives import ranks_of
 from rankwise.process_group.interception import Call, own_calls_intercepted
 from rankwise.ranks import warn
+from rankwise.seed import get_random_state, isolated_random_state, mixed_seed, set_random_state
 from rankwise.strategies.agreement import check_same_order
-from rankwise.trainer.data.batch_transfer import BatchTransfer
-from rankwise.trainer.data.loader_shard import PHASE_NAMES, limited
+from rankwise.trainer.data.loader_shard import LoaderShard, limited
+from rankwise.trainer.data.stage_loaders import PHASE_NAMES, BatchTransfer, must_reload
 from rankwise.trainer.hooks import num_step_arguments
-from rankwise.trainer.metrics.metric_objects import empty_lists_refused, metric_objects
+from rankwise.trainer.loops.stopping import EvaluationStopped
+from rankwise.trainer.metrics.metric_objects import empty_lists_refused, metric_objects, set_states, states_of
 from rankwise.trainer.metrics.results import Results, StepOfEvaluation
+from rankwise.trainer.state import PublishedMetrics, RunningStage
+from rankwise.trainer.state_transfer import changing_state
 
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
-    from rankwise.trainer.data.loader_shard import LoaderShard
     from rankwise.trainer.loops.stopping import Stopping
+    from rankwise.trainer.loops.uneven_inputs import BatchSchedule
     from rankwise.trainer.state import LoopContext
 
 Gather = Literal["all", "rank_zero"] | None
@@ -39,14 +45,9 @@ GATHERINGS: tuple[Gather, ...] = ("all", "rank_zero", None)
 
 T = TypeVar("T")
 _NOTHING: Any = object()
-_NAMES = {  # the phase that is reported, and the name in methods
-    "validate": ("validation", "validation"),
-    "test": ("test", "test"),
-    "predict": ("prediction", "predict"),
-}
 
 
-@contextlib.contextmanager
+@contextmanager
 def _modes_kept(module: nn.Module) -> Iterator[ExitStack]:
     """Restore each submodule's mode after the block, unless the block takes that from the stack."""
     modes = [(submodule, submodule.training) for submodule in module.modules()]
@@ -57,10 +58,7 @@ def _modes_kept(module: nn.Module) -> Iterator[ExitStack]:
 
 
 def _leave_inference_mode(module: nn.Module) -> None:
-    """Replace the tensors that a module got in inference mode, as it cannot update them outside of it.
-
-    The states of metric objects are reset there, for example.
-    """
+    """Replace the tensors that a module got in inference mode, as metric objects must update theirs later."""
     copies: dict[int, Tensor] = {}  # modules may share a tensor
     for submodule in module.modules():
         for held in (vars(submodule), submodule._buffers):
@@ -70,82 +68,32 @@ def _leave_inference_mode(module: nn.Module) -> None:
 
 
 @final
-class _StepCollectives:
-    """Refuse the user's collectives in the steps of a loader if ranks have different numbers of batches.
-
-    Only some ranks would reach the last collective. A rank compares only the numbers that it can compute.
-
-    Attributes:
-        share: this rank's part of the loader that is evaluated; None outside of steps.
-    """
-
-    def __init__(self, context: LoopContext, stage: EvaluationName) -> None:
-        self._context = context
-        self._stage = stage
-        self.share: LoaderShard | None = None
-
-    def checked(self) -> AbstractContextManager[None]:
-        """Return the block of an evaluation."""
-        has_others = self._context.strategy.world_size > 1
-        return own_calls_intercepted(self._check) if has_others else contextlib.nullcontext()
-
-    def _check(self, call: Call) -> None:
-        replicas = ranks_of(self._context.strategy.data_parallel_group)
-        is_of_replicas = len({*replicas} & {*ranks_of(call.group)}) > 1  # others have the same data
-        numbers = self._numbers(self.share) if self.share is not None and is_of_replicas else []
-        if len(set(numbers)) > 1:
-            name = _NAMES[self._stage][1]
-            raise ConfigurationError(
-                message=f"{call.name} in {name}_step, which the ranks do not call equally often.",
-                facts=f"{call.where}; the ranks have {numbers} batches, as each sample is evaluated once.",
-                remedy=f"collect in the step, and call it in on_{name}_epoch_end; or self.log(...), which "
-                "reduces over all ranks; or evaluate data that the ranks divide evenly.",
-            )
-
-    def _numbers(self, share: LoaderShard) -> list[int]:
-        """Return each rank's number of batches; [] if it is not known."""
-        sizes = batch_sizes(share.loader)
-        if sizes is None:
-            return []
-        limit, stage = self._context.options.limit(self._stage), self._context.stage
-        numbers: list[float] = [
-            sum(1 for _ in takewhile(partial(sizes.size_of, rank), count()))
-            for rank in range(sizes.num_replicas)
-        ]
-        if self._stage == "predict":  # the limit is one of all ranks' batches
-            whole = int(limited(sum(numbers), limit))
-            return [len(range(rank, whole, sizes.num_replicas)) for rank in range(sizes.num_replicas)]
-        most = self._context.options.num_sanity_val_steps if stage.is_sanity_check else -1
-        return [int(min(limited(number, limit), number if most < 0 else most)) for number in numbers]
-
-
-@final
-@dataclass(frozen=True)
 class EvaluationLoop:
     """Run the module without its wrapper, since ranks may have different numbers of batches.
 
     The ranks communicate once, at the end, to reduce the metrics or to gather the predictions.
     """
 
-    context: LoopContext
-    shares: list[LoaderShard]
-    stage: EvaluationName
-
-    def __post_init__(self) -> None:
-        self.context.profiler.instrument(self, _run_batch=f"run_{_NAMES[self.stage][1]}_batch")
+    def __init__(self, context: LoopContext, shares: list[LoaderShard], stage: EvaluationName) -> None:
+        self.shares = shares
+        self._context = context
+        self._stage = stage
+        self._name = "validation" if stage == "validate" else stage  # in the names of methods
+        self._share_in_step: LoaderShard | None = None
+        context.profiler.instrument(self, _run_batch=f"run_{self._name}_batch")
 
     def run(self, stopping: Stopping | None = None) -> list[dict[str, float]]:
         """Evaluate; return the metrics of each loader, the same on every rank.
 
         Within a fit, `stopping` is the fit's, and raises `EvaluationStopped` for a signal. Collective.
         """
-        context, results = self.context, self._new_results()
+        context, results = self._context, self._new_results()
         with self._running(results):
             batches = self._batches(results)
             for dataloader_idx, batch_idx, batch in stopping.evaluated(batches) if stopping else batches:
                 self._run_batch(results, batch, batch_idx, dataloader_idx)
             results.end_loaders()
-            context.show_so_far(results, f"on_{_NAMES[self.stage][1]}_epoch_end")
+            context.show_so_far(results, f"on_{self._name}_epoch_end")
             with self._empty_metrics_refused():
                 self._hook("epoch_end")
             values = results.epoch_values(context.strategy)
@@ -165,21 +113,19 @@ class EvaluationLoop:
         Collective: every rank must call this. The ranks of `gather` get all ranks' outputs; with several
         loaders, a list for each.
         """
-        results, strategy = self._new_results(), self.context.strategy
+        results, strategy = self._new_results(), self._context.strategy
         own: list[list[Any]] = [[] for _ in self.shares]
         with self._running(None):
             for dataloader_idx, batch_idx, batch in self._batches(results):
                 output = self._run_batch(results, batch, batch_idx, dataloader_idx)
                 output = strategy.precision.convert_output(output)
-                output = to_device(output, "cpu")
-                own[dataloader_idx].append(output)
+                own[dataloader_idx].append(to_device(output, "cpu"))
             by_rank = _gathered(strategy, own, gather)
             predictions = [interleaved(list(lists)) for lists in zip(*by_rank, strict=True)]
             self._hook("epoch_end")
         outputs = [output for of_loader in own for output in of_loader]
         if outputs and strategy.is_global_zero and all(output is None for output in outputs):
-            name = type(self.context.module).__name__
-            warn(f"{name}.predict_step() returned None for every batch.")
+            warn(f"{type(self._context.module).__name__}.predict_step() returned None for every batch.")
         return predictions[0] if len(predictions) == 1 else predictions
 
     def predict_only(self) -> list[Any]:
@@ -191,28 +137,25 @@ class EvaluationLoop:
             self._hook("epoch_end")
         return []
 
-    @contextlib.contextmanager
+    @contextmanager
     def _running(self, results: Results | None) -> Iterator[None]:
-        module, hooks, name = self.context.module, self.context.hooks, _NAMES[self.stage][1]
-        with (
-            self.context.in_phase(self.stage, results),
-            self._without_gradients(),
-            _modes_kept(module) as kept,
-        ):
+        context, module, name = self._context, self._context.module, self._name
+        has_others = context.strategy.world_size > 1
+        with context.in_phase(self._stage, results), self._without_gradients(), _modes_kept(module) as kept:
             getattr(module, f"on_{name}_model_eval")()
             self._hook("start")
             self._hook("epoch_start")
-            with self._collectives.checked():
+            with own_calls_intercepted(self._check_collective) if has_others else nullcontext():
                 yield
             self._hook("end")
-            if name != "predict" and (set_mode := hooks.own(f"on_{name}_model_train")) is not None:
+            if name != "predict" and (set_mode := context.hooks.own(f"on_{name}_model_train")) is not None:
                 kept.pop_all()
                 set_mode()
 
-    @contextlib.contextmanager
+    @contextmanager
     def _without_gradients(self) -> Iterator[None]:
         """Use torch's inference mode, or within a fit `no_grad`: training may use what a step keeps."""
-        context = self.context
+        context = self._context
         is_inference = context.options.inference_mode and context.stage.name != "fit"
         try:
             with torch.inference_mode() if is_inference else torch.no_grad():
@@ -222,77 +165,96 @@ class EvaluationLoop:
 
     def _batches(self, results: Results) -> Iterator[tuple[int, int, Any]]:
         """Yield the number of the loader, the number of the batch in it, and the batch."""
-        for share in self.shares if self.stage != "predict" else []:  # which keeps the order of the data set
-            share.set_epoch(self.context.state.progress.current_epoch)
-        check_same_order(
-            self.context.strategy, PHASE_NAMES[self.stage], [share.loader for share in self.shares]
-        )
+        for share in self.shares if self._stage != "predict" else []:  # which keeps the order of the data set
+            share.set_epoch(self._context.state.progress.current_epoch)
+        loaders = [share.loader for share in self.shares]
+        check_same_order(self._context.strategy, PHASE_NAMES[self._stage], loaders)
         for dataloader_idx, share in enumerate(self.shares):
-            results.begin_loader(dataloader_idx, self._suffixes[dataloader_idx])
-            batches = self.context.profiler.iterated(f"{_NAMES[self.stage][1]}_dataloader_next", share)
+            suffix = f"/dataloader_idx_{dataloader_idx}" if len(self.shares) > 1 else ""
+            results.begin_loader(dataloader_idx, suffix)
+            batches = self._context.profiler.iterated(f"{self._name}_dataloader_next", share)
             for batch_idx, batch in enumerate(batches):
                 yield dataloader_idx, batch_idx, batch
 
     def _run_batch(self, results: Results, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
         """Run the module's step on a batch, and the hooks around it; return the outputs."""
-        context, precision = self.context, self.context.strategy.precision
-        phase, name = _NAMES[self.stage]
+        context, name, share = self._context, self._name, self.shares[dataloader_idx]
         indices = batch_idx, dataloader_idx
-        report_phase(phase)
-        self._collectives.share = self.shares[dataloader_idx]
+        report_phase(PHASE_NAMES[self._stage])
+        self._share_in_step = share
         batch = self._transfer(batch, dataloader_idx)
-        results.begin_batch(self.shares[dataloader_idx].take_size())
+        results.begin_batch(share.take_size())
         arguments = (batch, batch_idx, dataloader_idx)[: self._step_arguments]
         context.hooks.call(f"on_{name}_batch_start", batch, *indices)
-        with precision.forward_context():
+        with context.strategy.precision.forward_context():
             outputs = self._step(*arguments)
         context.hooks.call(f"on_{name}_batch_end", outputs, batch, *indices)
         results.end_batch()
-        self._collectives.share = None
+        self._share_in_step = None
         return outputs
 
+    def _check_collective(self, call: Call) -> None:
+        """Refuse a collective in a step if ranks have other numbers of batches: some would never call it."""
+        share, replicas = self._share_in_step, ranks_of(self._context.strategy.data_parallel_group)
+        is_of_replicas = len({*replicas} & {*ranks_of(call.group)}) > 1  # others have the same data
+        numbers = self._numbers_of_batches(share) if share is not None and is_of_replicas else []
+        if len(set(numbers)) > 1:
+            raise ConfigurationError(
+                message=f"{call.name} in {self._name}_step, which the ranks do not call equally often.",
+                facts=f"{call.where}; the ranks have {numbers} batches, as each sample is evaluated once.",
+                remedy=f"collect in the step, and call it in on_{self._name}_epoch_end; or self.log(...), "
+                "which reduces over all ranks; or evaluate data that the ranks divide evenly.",
+            )
+
+    def _numbers_of_batches(self, share: LoaderShard) -> list[int]:
+        """Return each rank's number of batches; [] if it is not known."""
+        sizes = batch_sizes(share.loader)
+        if sizes is None:
+            return []
+        options, limit = self._context.options, self._context.options.limit(self._stage)
+        numbers: list[float] = [
+            sum(1 for _ in takewhile(partial(sizes.size_of, rank), count()))
+            for rank in range(sizes.num_replicas)
+        ]
+        if self._stage == "predict":  # the limit is one of all ranks' batches
+            whole = int(limited(sum(numbers), limit))
+            return [len(range(rank, whole, sizes.num_replicas)) for rank in range(sizes.num_replicas)]
+        most = options.num_sanity_val_steps if self._context.stage.is_sanity_check else -1
+        return [int(min(limited(number, limit), number if most < 0 else most)) for number in numbers]
+
     def _hook(self, moment: str) -> None:
-        self.context.hooks.call(f"on_{_NAMES[self.stage][1]}_{moment}")
+        self._context.hooks.call(f"on_{self._name}_{moment}")
 
     def _empty_metrics_refused(self) -> AbstractContextManager[None]:
         """Return the block of the last hook, in which a rank without batches cannot compute all metrics."""
-        if self.context.strategy.world_size == 1 or any(share.num_batches for share in self.shares):
-            return contextlib.nullcontext()
+        if self._context.strategy.world_size == 1 or any(share.num_batches for share in self.shares):
+            return nullcontext()
         remedy = "self.log(name, metric), which needs no batch on each rank; or more samples than ranks."
-        return empty_lists_refused(metric_objects(self.context.module), remedy)
-
-    @cached_property
-    def _collectives(self) -> _StepCollectives:
-        return _StepCollectives(self.context, self.stage)
+        return empty_lists_refused(metric_objects(self._context.module), remedy)
 
     @cached_property
     def _transfer(self) -> BatchTransfer:
-        return BatchTransfer(self.context)
+        return BatchTransfer(self._context)
 
     @cached_property
     def _step(self) -> Callable[..., Any]:
-        name = f"{_NAMES[self.stage][1]}_step"
-        step: Callable[..., Any] = getattr(self.context.module, name)
-        return self.context.profiler.profiled(name, step)
+        name = f"{self._name}_step"
+        step: Callable[..., Any] = getattr(self._context.module, name)
+        return self._context.profiler.profiled(name, step)
 
     @cached_property
     def _step_arguments(self) -> int:
-        step = f"{_NAMES[self.stage][1]}_step"
-        return num_step_arguments(self.context.module, step, len(self.shares))
-
-    @property
-    def _suffixes(self) -> list[str]:
-        count = len(self.shares)
-        return [f"/dataloader_idx_{index}" for index in range(count)] if count > 1 else [""]
+        step = f"{self._name}_step"
+        return num_step_arguments(self._context.module, step, len(self.shares))
 
     def _new_results(self) -> Results:
-        rank = self.context.strategy.global_rank
-        return Results(self.context.module, is_evaluation=True, global_rank=rank)
+        rank = self._context.strategy.global_rank
+        return Results(self._context.module, is_evaluation=True, global_rank=rank)
 
     def _publish_steps(self, steps: list[StepOfEvaluation]) -> None:
         """Give loggers each batch's values by step, numbered over all evaluations of this kind."""
-        context = self.context
-        counts = context.state.evaluated_batches.setdefault(f"{context.stage.name} {self.stage}", {})
+        context = self._context
+        counts = context.state.evaluated_batches.setdefault(f"{context.stage.name} {self._stage}", {})
         before = dict(counts)
         for step in steps:
             number = before.get(step.dataloader_idx, 0) + step.batch_idx
@@ -316,3 +278,166 @@ def interleaved(lists: list[list[T]]) -> list[T]:
     [0, 1, 2, 3, 4, 5, 6]
     """
     return [item for row in zip_longest(*lists, fillvalue=_NOTHING) for item in row if item is not _NOTHING]
+
+
+# ------------------------------------------------------------------ the validation of a fit
+
+
+@final
+class Validation:
+    """Validate within a fit when that is due: after so many batches or so much time, at the epoch's end.
+
+    `loop` is None where the loaders are asked for only when the first validation falls due; `make_loop` asks
+    for them.
+    """
+
+    def __init__(
+        self,
+        context: LoopContext,
+        schedule: BatchSchedule,
+        loop: EvaluationLoop | None,
+        make_loop: Callable[[LoopContext], EvaluationLoop | None],
+        stopping: Stopping,
+    ) -> None:
+        self._context = context
+        self._strategy = context.strategy
+        self._progress = context.state.progress
+        self._options = context.options
+        self._schedule = schedule
+        self._loop = loop
+        self._make_loop = make_loop
+        self._stopping = stopping
+        self._ended_at = time.monotonic()  # at first when training began
+
+    def check(self, num_batches: float) -> None:
+        """Raise for an interval that does not fit an epoch of so many batches; warn if none is validated."""
+        options, every = self._options, self._options.check_val_every_n_epoch
+        if every is None:
+            return
+        _check_interval(options.val_check_interval, num_batches)
+        # A later fit, with a higher limit, may reach an epoch that is validated.
+        if 0 <= options.epoch_limit < every and self._strategy.is_global_zero:
+            warn(
+                f"Validation never runs: check_val_every_n_epoch={every} is more than max_epochs="
+                f"{options.epoch_limit}. Choose fewer epochs; for no validation limit_val_batches=0.",
+            )
+
+    def is_due(self, batch_idx: int, is_last: bool) -> bool:
+        """Return whether a validation fell due in the window that this batch ends.
+
+        Within a window the weights do not change, and a checkpoint that validation triggers could not be
+        continued from there. Collective if the interval is a time.
+        """
+        context, options, progress = self._context, self._options, self._progress
+        if not (context.state.has_validation and context.has_validation_in_epoch):
+            return False
+        interval, num_batches = options.val_check_interval, self._schedule.num_batches
+        if isinstance(interval, timedelta):
+            elapsed = time.monotonic() - self._ended_at  # on rank 0, since the last validation
+            return self._strategy.broadcast(elapsed >= interval.total_seconds())
+        if not isinstance(interval, int):  # a fraction
+            if interval == 1.0 or math.isinf(num_batches):
+                return is_last
+            interval = max(1, int(num_batches * interval))
+        is_per_epoch = options.check_val_every_n_epoch is not None
+        before = 0 if is_per_epoch else progress.total_batches - progress.batches_done
+        first = before + batch_idx - batch_idx % options.accumulate_grad_batches
+        return (before + batch_idx + 1) // interval > first // interval
+
+    def run(self) -> None:
+        """Validate. Collective."""
+        self._strategy.gradients.average_models()  # validate one model
+        share_buffers(self._context.wrapped)  # validate the buffers that rank 0 saves
+        self._context.hooks.call("on_validation_model_zero_grad")
+        if self._loop is None or must_reload(self._context, "validate"):
+            state = self._context.state
+            with isolated_random_state(mixed_seed(state.seed, 0)):  # training's random numbers do not change
+                self._loop = self._make_loop(self._context) or self._loop
+            state.has_validation = self._loop is not None
+        if self._loop is not None:
+            self._context.stage.before_validation = changing_state(self._context)
+            try:
+                self._loop.run(self._stopping)
+            except EvaluationStopped:
+                self._stopping.stop()
+            self._context.stage.before_validation = None
+            self._ended_at = time.monotonic()
+
+    def warn_if_none(self) -> None:
+        """Warn on rank 0 of an epoch, of unknown length until now, in which no validation fell due."""
+        interval, batches = self._options.val_check_interval, self._progress.batches_done
+        is_per_epoch = self._options.check_val_every_n_epoch is not None
+        is_late = is_per_epoch and isinstance(interval, int) and batches < interval
+        was_unknown = self._progress.is_epoch_done and math.isinf(self._schedule.num_batches)
+        if was_unknown and is_late and self._strategy.is_global_zero:
+            warn(
+                f"An epoch has ended without validation: it had {batches} batches, and val_check_interval="
+                f"{interval}. Choose fewer, or 1.0 for the end of each epoch.",
+            )
+
+
+def run_sanity_check(
+    context: LoopContext, make_validation: Callable[[], EvaluationLoop | None]
+) -> EvaluationLoop | None:
+    """Validate on the first `num_sanity_val_steps` batches of each loader; return the loop. Collective.
+
+    Metrics and random state are restored afterwards. `make_validation` asks for the loaders.
+    """
+    with _checking(context):
+        context.hooks.call("on_sanity_check_start")
+        validation = make_validation()
+        with _limited(context, validation) as shards:
+            if validation is not None:
+                EvaluationLoop(context, shards, "validate").run()
+            context.hooks.call("on_sanity_check_end")
+    return validation
+
+
+@contextmanager
+def _checking(context: LoopContext) -> Iterator[None]:
+    """Restore the metrics, metric objects, the stage and the random state after the block."""
+    state, stage, device = context.state, context.stage, context.strategy.root_device
+    objects = metric_objects(context.module)
+    object_states = states_of(objects)
+    metrics, running, random_state = state.metrics, state.stage, get_random_state(device)
+    stage.is_sanity_check, state.metrics = True, PublishedMetrics()
+    state.stage = RunningStage.SANITY_CHECKING
+    try:
+        yield
+    finally:
+        stage.is_sanity_check, state.metrics, state.stage = False, metrics, running
+        set_states(objects, object_states)
+        set_random_state(random_state, device)
+
+
+@contextmanager
+def _limited(context: LoopContext, validation: EvaluationLoop | None) -> Iterator[list[LoaderShard]]:
+    """Limit the loaders of validation to the batches of the check, in the block."""
+    if validation is None:
+        yield []
+        return
+    state, stage, steps = context.state, context.stage, context.options.num_sanity_val_steps
+    num_batches, shards = state.num_batches["validate"], stage.shards["validate"]
+    limit = math.inf if steps == -1 else steps
+    first = [LoaderShard(shard.loader, min(limit, shard.num_batches)) for shard in validation.shares]
+    state.num_batches["validate"], stage.shards["validate"] = [each.num_batches for each in first], first
+    try:
+        yield first
+    finally:
+        state.num_batches["validate"], stage.shards["validate"] = num_batches, shards
+
+
+def _check_interval(interval: float | timedelta, num_batches: float) -> None:
+    """Raise ConfigurationError unless an epoch's first validation falls due; for a time it may not."""
+    if isinstance(interval, timedelta):
+        return
+    if isinstance(interval, int):
+        is_possible, instead = interval <= num_batches, "fewer batches"
+    else:
+        is_possible, instead = interval == 1.0 or not math.isinf(num_batches), "a number of batches (int)"
+    if not is_possible:
+        how_many = "an unknown number of" if math.isinf(num_batches) else int(num_batches)
+        raise ConfigurationError(
+            message=f"val_check_interval={interval} does not fit an epoch of {how_many} batches.",
+            remedy=f"{instead}, or 1.0 for the end of the epoch; for no validation limit_val_batches=0.",
+        )

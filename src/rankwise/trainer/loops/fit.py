@@ -12,22 +12,21 @@ from rankwise.ranks import warn
 from rankwise.stores.waiting import StoreCounter
 from rankwise.strategies.agreement import check_same_order
 from rankwise.trainer.consistency import check_unowned, compare_before_epoch, compare_ranks
-from rankwise.trainer.data.batch_transfer import BatchTransfer
-from rankwise.trainer.data.loader_shard import PHASE_NAMES, must_reload
+from rankwise.trainer.data.stage_loaders import PHASE_NAMES, BatchTransfer, must_reload
 from rankwise.trainer.hooks import training_outputs
 from rankwise.trainer.loops.automatic import AutomaticOptimization
 from rankwise.trainer.loops.bucket_order import record_gradient_order
+from rankwise.trainer.loops.evaluation import Validation
 from rankwise.trainer.loops.manual import ManualOptimization
 from rankwise.trainer.loops.schedulers import step_schedulers
 from rankwise.trainer.loops.stopping import Stopping
 from rankwise.trainer.loops.uneven_inputs import BatchSchedule, no_batch_error
-from rankwise.trainer.loops.validation import Validation
 from rankwise.trainer.metrics.results import Results
 from rankwise.trainer.state_transfer import RankState, gather_rank_states
 
 if TYPE_CHECKING:
     from rankwise.profilers import Profiler
-    from rankwise.trainer.data.train_data import TrainData
+    from rankwise.trainer.data.loader_shard import TrainData
     from rankwise.trainer.loops.evaluation import EvaluationLoop
     from rankwise.trainer.state import LoopContext
 
@@ -72,7 +71,10 @@ class FitLoop:
         self._has_begun = False
         self._num_windows = 0
         self._transfer = BatchTransfer(context)
-        self._skipping = _Skipping(context)
+        self._skip_votes: StoreCounter | None = None
+        if context.strategy.world_size > 1 and context.hooks.own("on_train_batch_start") is not None:
+            self._skip_votes = StoreCounter(context.strategy.data_parallel_group, context.strategy.timeout)
+        self._num_skip_votes = 0
 
     def profile(self, profiler: Profiler) -> None:
         """Profile epochs, batches, and the time to get each batch."""
@@ -113,8 +115,7 @@ class FitLoop:
     def _agree_on_num_batches(self) -> float:
         """Return the epoch's number of batches, the same on every rank."""
         if must_reload(self._context, "train"):
-            self._share = self._reload(self._context)
-            self._schedule.use(self._share)
+            self._share = self._schedule.share = self._reload(self._context)
         self._share.place(self._progress)
         number = self._schedule.agree()
         if not number and self._share.limit:
@@ -165,7 +166,11 @@ class FitLoop:
         progress = self._progress
         batches = self._share.start(progress)
         self._restore_random()
-        self._end_used_up_epoch()
+        is_open = progress.is_within_epoch and not progress.is_epoch_done
+        if is_open and self._schedule.num_batches <= progress.batches_done:
+            # An earlier run, with another limit or number of ranks, has left no batch of the epoch.
+            progress.is_epoch_done = True
+            self._step_schedulers("epoch", needs_metric=False)
         if progress.is_within_epoch and not progress.is_validated:
             self._look_for_validation(progress.batches_done - 1, progress.is_epoch_done)
             self._validate_if_due()
@@ -178,14 +183,6 @@ class FitLoop:
         if self._rank_state is not None:
             self._rank_state.restore_random()
             self._rank_state = None
-
-    def _end_used_up_epoch(self) -> None:
-        """End the epoch if an earlier run, with another limit or number of ranks, has left no batch of it."""
-        progress = self._progress
-        is_open = progress.is_within_epoch and not progress.is_epoch_done
-        if is_open and self._schedule.num_batches <= progress.batches_done:
-            progress.is_epoch_done = True
-            self._step_schedulers("epoch", needs_metric=False)
 
     def _end_metrics(self) -> None:
         values = self._results.epoch_values(self._strategy, is_continued=not self._progress.is_epoch_done)
@@ -202,7 +199,7 @@ class FitLoop:
         if size is None:
             self._optimization.weighting.check_unknown_size(batch_idx)
         self._results.begin_batch(size, is_muted=is_padding)
-        if self._skipping.agree(self._hooks.call("on_train_batch_start", batch, batch_idx)):
+        if self._must_skip(self._hooks.call("on_train_batch_start", batch, batch_idx)):
             self._skip_rest()
             return False
         outputs = self._outputs(self._optimization.run_batch(batch, batch_idx, is_window_end))
@@ -225,9 +222,8 @@ class FitLoop:
 
     def _look_for_validation(self, batch_idx: int, is_last: bool) -> None:
         """Note whether a validation follows this batch: hooks may read it."""
-        self._stage.is_validation_due = self._validation is not None and self._validation.is_due(
-            batch_idx, is_last
-        )
+        validation = self._validation
+        self._stage.is_validation_due = validation is not None and validation.is_due(batch_idx, is_last)
 
     def _validate_if_due(self) -> None:
         if self._validation is not None and self._stage.is_validation_due:
@@ -253,6 +249,15 @@ class FitLoop:
             return {}
         return training_outputs(returned, self._settings.accumulate_grad_batches)
 
+    def _must_skip(self, returned: object) -> bool:
+        """Return whether `on_train_batch_start` has returned -1 on any rank, by votes in the store."""
+        is_for = isinstance(returned, int) and returned == -1
+        if self._skip_votes is None:
+            return is_for
+        self._num_skip_votes += 1
+        report_phase("agreement on the epoch's end", waits=True)
+        return self._skip_votes.count(self._num_skip_votes, is_for=is_for) > 0
+
     def _skip_rest(self) -> None:
         """End the epoch as if it had no further batch, without validation."""
         self._results.end_batch()
@@ -266,30 +271,6 @@ class FitLoop:
         self._context.publish(values, is_logged=is_logged)
         if self._optimization.has_stepped:
             self._step_schedulers("step", needs_metric=True)
-
-
-@final
-class _Skipping:
-    """Let the ranks agree whether `on_train_batch_start` of the module ends the epoch: on any of them.
-
-    They agree before each batch, through the store and without a collective, if the module defines the hook.
-    """
-
-    def __init__(self, context: LoopContext) -> None:
-        strategy = context.strategy
-        must_agree = strategy.world_size > 1 and context.hooks.own("on_train_batch_start") is not None
-        group = strategy.data_parallel_group
-        self._counter = StoreCounter(group, strategy.timeout) if must_agree else None
-        self._number = 0
-
-    def agree(self, returned: object) -> bool:
-        """Return whether the hook has returned -1 on any rank. Collective if the module defines the hook."""
-        is_for = isinstance(returned, int) and returned == -1
-        if self._counter is None:
-            return is_for
-        self._number += 1
-        report_phase("agreement on the epoch's end", waits=True)
-        return self._counter.count(self._number, is_for=is_for) > 0
 
 
 def end_epoch(context: LoopContext) -> None:

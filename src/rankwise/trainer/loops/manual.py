@@ -17,7 +17,7 @@ from rankwise.gradient_sync.tensor_hooks import call_hooks, hooks_kept
 from rankwise.process_group.lone_calls import is_after_failure
 from rankwise.strategies import Strategy
 from rankwise.strategies.agreement import mean_loss
-from rankwise.trainer.data.data_hooks import is_own
+from rankwise.trainer.data.data_module import is_own
 from rankwise.trainer.hooks import num_step_arguments
 from rankwise.trainer.loops.nonfinite import NonFiniteGuard
 from rankwise.trainer.loops.optimizers import optimizer_step_of
@@ -63,12 +63,12 @@ def check_manual(module: TrainingModule, strategy: Strategy, settings: TrainerOp
             f"weights; gradient_weighting={weighting!r}.",
             remedy='comm_hook="fp16_compress" or "bf16_compress", with gradient_weighting="samples" or None.',
         )
+    _check_dense(module, strategy)
+
+
+def _check_dense(module: nn.Module, strategy: Strategy) -> None:
     if strategy.world_size > 1:
-        check_dense(module, _name_of(module))
-
-
-def _name_of(module: nn.Module) -> str:
-    return f"{type(module).__name__}'s manual optimisation"
+        check_dense(module, f"{type(module).__name__}'s manual optimisation")
 
 
 @final
@@ -80,13 +80,9 @@ class ManualOptimization:
     gradients are averaged here after each backward pass, in few large buckets, through the wrapper's
     communication hook if it has one. With `gradient_weighting="samples"`, each `training_step` is a window;
     with `"logged"`, each backward pass is one.
-
-    Attributes:
-        optimizers: the optimizers as the module gets them.
-        has_stepped: always False: the module steps its schedulers itself.
     """
 
-    has_stepped = False
+    has_stepped = False  # the module steps its schedulers itself
 
     def __init__(self, context: LoopContext, schedule: BatchSchedule) -> None:
         self._context = context
@@ -105,16 +101,12 @@ class ManualOptimization:
         self._weight: float = 1.0
         self._loss_weight: float | Tensor = 1.0  # of the last backward pass
         self._weights = self._strategy.gradients.new_weights()
-        if self._strategy.world_size > 1:
-            check_dense(self._module, _name_of(self._module))
-        policy = context.options.on_nonfinite
-        self._guard = None if policy is None else NonFiniteGuard(context, policy)
+        _check_dense(self._module, self._strategy)
+        self._guard = None if context.options.on_nonfinite is None else NonFiniteGuard(context)
         self._parameters: list[Tensor] = []
         self._is_blocked = False
         self._local: set[int] = set()  # ids of parameters whose gradients are not averaged over the ranks
-        self._cleared: set[int] = (
-            set()
-        )  # ids of optimizers whose gradients were cleared since their last step
+        self._cleared: set[int] = set()  # ids of optimizers that cleared gradients since their last step
         self._spent: set[int] = set()  # ids of optimizers that have used gradients which the next step clears
         self._is_in_batch = False
         self._frozen: list[Tensor] = []
@@ -136,7 +128,7 @@ class ManualOptimization:
         blocked = strategy.no_backward_sync(self._wrapped)
         self._is_in_batch = True
         call = self._schedule.call_method if self._schedule.has_padding else strategy.call_method
-        with self._schedule.preserve_state(blocked), strategy.precision.forward_context():
+        with self._schedule.preserve_state(), blocked, strategy.precision.forward_context():
             outputs = call(self._wrapped, "training_step", *arguments)
         self._is_in_batch = False
         self.weighting.refuse_logged()
@@ -175,14 +167,13 @@ class ManualOptimization:
                 self._strategy.backward(weighted, **self._backward_options, **options)
             self._spent.clear()
             if self._is_blocked:
-                self._local.update(self._with_gradients())
+                self._local.update(id(each) for each in parameters if each.requires_grad)
             else:
                 self._average()
             if hooks_left:
                 call_hooks(hooks_left, sync.in_hooks)
         is_kept = self._is_blocked and self._strategy.world_size > 1
-        remedy = "outside of no_backward_sync"
-        with gradients_kept(parameters, remedy) if is_kept else nullcontext():
+        with gradients_kept(parameters, "outside of no_backward_sync") if is_kept else nullcontext():
             self._hooks.call("on_after_backward")
 
     def _factor(self, weight: float | Tensor | None) -> float | Tensor:
@@ -207,9 +198,6 @@ class ManualOptimization:
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
-    def _with_gradients(self) -> Iterator[int]:
-        return (id(parameter) for parameter in self._parameters if parameter.requires_grad)
-
     def _average(self) -> None:
         weights, sync = self._weights, self._strategy.gradients
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
@@ -217,7 +205,7 @@ class ManualOptimization:
         if weights is not None:
             weights.close()
         if self._local:
-            self._local.difference_update(self._with_gradients())
+            self._local.difference_update(map(id, trained))
 
     @contextmanager
     def blocked(self, enabled: bool = True) -> Iterator[None]:

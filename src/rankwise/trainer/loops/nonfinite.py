@@ -47,10 +47,10 @@ class NonFiniteGuard:
     then do the ranks exchange whose loss it was.
     """
 
-    def __init__(self, context: LoopContext, policy: str) -> None:
+    def __init__(self, context: LoopContext) -> None:
         self._strategy = context.strategy
         self._progress = context.state.progress
-        self._policy = policy
+        self._policy = context.options.on_nonfinite
         self._may_differ = context.strategy.gradients_may_differ(context.wrapped)  # with hooks of the user's
         self._is_bad: Tensor | None = None
 

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from rankwise.checks import check_choice, check_keywords, check_minimum
+from rankwise.checks import check_choice, check_keywords, check_minimum, check_value
 from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.gradient_sync.parameters import ParametersOf, parameters_of
 from rankwise.precision import configured_optimizers
@@ -42,7 +42,6 @@ _METHOD = "configure_optimizers()"
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _WITH_FUNCTIONS = (ChainedScheduler, LambdaLR, MultiplicativeLR, SequentialLR)  # of the user's
 _KEYS = ("optimizer", "lr_scheduler", "monitor")
-_SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "name", "strict", "reduce_on_plateau")
 _REMEDIES = {"frequency": "leave it out: automatic optimisation has one optimizer, which steps each time."}
 
 
@@ -78,43 +77,13 @@ class SchedulerConfig:
         return self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
 
 
-def optimizer_step_of(strategy: Strategy, random: RandomStreams) -> Callable[..., Any]:
-    """Return the strategy's `optimizer_step`, in which all ranks draw the same random numbers."""
-    if strategy.world_size == 1:
-        return strategy.optimizer_step
-
-    def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        with shared_numbers(random, optimizer, "optimizer_step"):
-            return strategy.optimizer_step(optimizer, closure, **options)
-
-    return step
-
-
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer cannot step without a closure."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def shared_numbers(random: RandomStreams, stepped: object, name: str) -> AbstractContextManager[None]:
-    """Return the block of a step of an optimizer or scheduler; torch's own draw no random numbers."""
-    is_torch_own = type(stepped).__module__.startswith("torch.optim.")
-    calls_functions = isinstance(stepped, _WITH_FUNCTIONS) or any(
-        getattr(stepped, hooks, None) for hooks in _STEP_HOOKS
-    )
-    return nullcontext() if is_torch_own and not calls_functions else random.shared(name)
-
-
 def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     """Call `configure_optimizers`; check and return its optimizers and schedulers."""
     optimizers, schedulers = _split(module.configure_optimizers())
     for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise InvalidTypeError(
-                argument=_METHOD,
-                value=optimizer,
-                expected="an optimizer, [optimizer], ([optimizer], [scheduler]) or a dictionary",
-            )
+        expected = "an optimizer, [optimizer], ([optimizer], [scheduler]) or a dictionary"
+        is_one = isinstance(optimizer, Optimizer)
+        check_value(_METHOD, optimizer, is_one, expected, error=InvalidTypeError)
     if len(optimizers) > 1 and module.automatic_optimization:
         raise ConfigurationError(
             message=f"{_METHOD} returned {len(optimizers)} optimizers.",
@@ -137,9 +106,7 @@ def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerCo
 def _warn_of_none(module: TrainingModule) -> None:
     """Warn, as Lightning does, that nothing trains the module; by hand it may have optimizers of its own."""
     if module.automatic_optimization and any(each.requires_grad for each in module.parameters()):
-        warn(
-            f"{type(module).__name__}.configure_optimizers() returned no optimizer: nothing is trained.",
-        )
+        warn(f"{type(module).__name__}.configure_optimizers() returned no optimizer: nothing is trained.")
 
 
 def _split(returned: Any) -> tuple[list[Any], list[Any]]:
@@ -168,7 +135,7 @@ def _split(returned: Any) -> tuple[list[Any], list[Any]]:
 def _scheduler_config(given: Any, module: TrainingModule) -> SchedulerConfig:
     is_automatic = module.automatic_optimization
     options = given if isinstance(given, Mapping) else {"scheduler": given}
-    check_keywords(f"lr_scheduler in {_METHOD}", options, _SCHEDULER_KEYS, _REMEDIES)
+    check_keywords(f"lr_scheduler in {_METHOD}", options, SchedulerConfig.__dataclass_fields__, _REMEDIES)
     config = SchedulerConfig(**{"scheduler": None, **options})
     _check_scheduler(config.scheduler, module)
     if is_automatic and config.needs_metric and config.monitor is None:
@@ -191,13 +158,14 @@ def _check_scheduler(scheduler: Any, module: TrainingModule) -> None:
         return
     is_stepped = not module.automatic_optimization or is_defined(module, "lr_scheduler_step")
     has_state = all(callable(getattr(scheduler, name, None)) for name in ("state_dict", "load_state_dict"))
-    if not (is_stepped and has_state):
-        raise InvalidTypeError(
-            argument=f"lr_scheduler in {_METHOD}",
-            value=scheduler,
-            expected="a torch LRScheduler; or an object with state_dict() and load_state_dict(), in a module "
-            "that defines lr_scheduler_step(scheduler, metric)",
-        )
+    check_value(
+        f"lr_scheduler in {_METHOD}",
+        scheduler,
+        is_stepped and has_state,
+        "a torch LRScheduler; or an object with state_dict() and load_state_dict(), in a module that defines "
+        "lr_scheduler_step(scheduler, metric)",
+        error=InvalidTypeError,
+    )
 
 
 @final
@@ -351,6 +319,36 @@ class OptimizerSet:
         return {"optimizers": [], "schedulers": [], "_pending": self.states(), "_gradients": gradients}
 
 
+# ------------------------------------------------------------------ steps
+
+
+def optimizer_step_of(strategy: Strategy, random: RandomStreams) -> Callable[..., Any]:
+    """Return the strategy's `optimizer_step`, in which all ranks draw the same random numbers."""
+    if strategy.world_size == 1:
+        return strategy.optimizer_step
+
+    def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        with shared_numbers(random, optimizer, "optimizer_step"):
+            return strategy.optimizer_step(optimizer, closure, **options)
+
+    return step
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer cannot step without a closure."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def shared_numbers(random: RandomStreams, stepped: object, name: str) -> AbstractContextManager[None]:
+    """Return the block of a step of an optimizer or scheduler; torch's own draw no random numbers."""
+    is_torch_own = type(stepped).__module__.startswith("torch.optim.")
+    calls_functions = isinstance(stepped, _WITH_FUNCTIONS) or any(
+        getattr(stepped, hooks, None) for hooks in _STEP_HOOKS
+    )
+    return nullcontext() if is_torch_own and not calls_functions else random.shared(name)
+
+
 # ------------------------------------------------------------------ the parameters of each group
 
 
@@ -365,29 +363,24 @@ def _groups_of(optimizer: Optimizer, module: nn.Module, parameters_of: Parameter
 
 
 def _restore_groups(
-    optimizer: Optimizer, saved: _Groups, module: nn.Module, parameters_of: ParametersOf
+    optimizer: Optimizer, saved: _Groups, module: nn.Module, model_parameters: ParametersOf
 ) -> bool:
     """Give an optimizer the groups that were saved, if they have more parameters; return whether they do.
 
-    Parameters that are not in the module get their values. Other groups do not change.
-
-    Raises:
-        ConfigurationError: for a parameter that is not in the module, and was added after the creation of the
-            optimizer: it cannot be matched with a parameter of the program.
+    Parameters that are not in the module get their values; a ConfigurationError says that one was added after
+    the creation of the optimizer. Other groups do not change.
     """
-    own = _groups_of(optimizer, module, parameters_of)
-    mains = iter([each for group in optimizer.param_groups for each in group["params"]])
-    by_entry = {_key(entry, place): next(mains) for place, entry in _placed(own)}
+    own, wanted = _keyed(_groups_of(optimizer, module, model_parameters)), _keyed(saved)
+    mains = dict(zip((key for key, _ in chain(*own)), parameters_of(optimizer), strict=False))
     named = dict(module.named_parameters())
-    saved_keys = {_key(entry, place) for place, entry in _placed(saved)}
-    is_known = all(entry in named for _, entry in _placed(saved) if isinstance(entry, str))
-    if not by_entry.keys() <= saved_keys or not is_known:
+    wanted_keys = {key for key, _ in chain(*wanted)}
+    is_known = all(key in named for key in wanted_keys if isinstance(key, str))
+    if not mains.keys() <= wanted_keys or not is_known:
         return False
-    for number, entries in enumerate(saved):
+    for number, entries in enumerate(wanted):
         parameters = []
-        for position, entry in enumerate(entries):
-            key = _key(entry, (number, position))
-            main = by_entry.get(key)
+        for key, entry in entries:
+            main = mains.get(key)
             if isinstance(entry, Tensor):
                 if main is None:
                     raise _unknown_error(optimizer, entry)
@@ -398,7 +391,7 @@ def _restore_groups(
             optimizer.param_groups[number]["params"] = parameters
         else:
             optimizer.add_param_group({"params": parameters})
-    return by_entry.keys() != saved_keys
+    return mains.keys() != wanted_keys
 
 
 def _unknown_error(optimizer: Optimizer, parameter: Tensor) -> ConfigurationError:
@@ -411,14 +404,12 @@ def _unknown_error(optimizer: Optimizer, parameter: Tensor) -> ConfigurationErro
     )
 
 
-def _placed(groups: _Groups) -> list[tuple[tuple[int, int], Any]]:
-    """Return each entry with the number of its group and its position there."""
+def _keyed(groups: _Groups) -> list[list[tuple[Any, Any]]]:
+    """Return the entries of each group, each with a key: its name, or its group's number and its position."""
     return [
-        ((number, position), entry)
+        [
+            (entry if isinstance(entry, str) else (number, position), entry)
+            for position, entry in enumerate(group)
+        ]
         for number, group in enumerate(groups)
-        for position, entry in enumerate(group)
     ]
-
-
-def _key(entry: Any, place: tuple[int, int]) -> Any:
-    return entry if isinstance(entry, str) else place

@@ -49,19 +49,14 @@ class Stopping:
         self._cleanup = ExitStack()
 
     def __enter__(self) -> Self:
-        strategy = self._strategy
-        channel = strategy.worker.channel
+        strategy, channel = self._strategy, self._strategy.worker.channel
         self._agreement = strategy.worker.agree_on_stopping(strategy.timeout)
         self._agreement.start()
         self._cleanup.callback(self._agreement.close)
         if channel is not None:
             channel.call_on_request(self._ask)
             self._cleanup.callback(channel.call_on_request, None)
-        self._subscribe()
-        return self
-
-    def _subscribe(self) -> None:
-        environment, enter = self._strategy.environment, self._cleanup.enter_context
+        environment, enter = strategy.environment, self._cleanup.enter_context
         signals = [signal.SIGTERM, *filter(None, [environment.requeue_signal])]
         enter(ROUTER.subscribe(signals, self._on_signal, in_main_thread=True))
         if raises_keyboard_interrupt():
@@ -73,6 +68,7 @@ class Stopping:
                 is_debounced=environment.creates_processes_externally,
             )
             enter(interrupts)
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         self._cleanup.close()
@@ -133,11 +129,6 @@ class Stopping:
         raise stopped_by(number)
 
     @property
-    def _is_reporter(self) -> bool:
-        """Whether this process prints that Ctrl-C stops training; a supervisor prints it for its ranks."""
-        return self._strategy.worker.channel is None and self._strategy.is_global_zero
-
-    @property
     def _signal(self) -> int | None:
         """The signal that all ranks stop for; None for another reason, or for none."""
         reason = self._agreement.reason or ""
@@ -148,7 +139,8 @@ class Stopping:
             self._caught = request.number
             self._context.state.received_sigterm |= request.number == signal.SIGTERM
             self._ask(request.number)
-            if request.number == signal.SIGINT and self._is_reporter:
+            is_supervised = self._strategy.worker.channel is not None  # a supervisor prints it for its ranks
+            if request.number == signal.SIGINT and self._strategy.is_global_zero and not is_supervised:
                 write_stderr(INTERRUPT_NOTICE)
         elif not request.is_repeat:
             raise ended_by(request.number)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rankwise.data.batches import BatchSizes, sharded_sampler_of
+from rankwise.data.batches import sharded_sampler_of
 from rankwise.errors import ConfigurationError, UnevenInputsError
 from rankwise.gradient_sync import GradientSyncMode
 from rankwise.gradient_sync.parameters import trained_parameters
@@ -26,7 +26,7 @@ from rankwise.trainer.metrics.metric_objects import metric_objects, set_states, 
 
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
-    from rankwise.trainer.data.train_data import TrainData
+    from rankwise.trainer.data.loader_shard import TrainData
     from rankwise.trainer.state import LoopContext
 
 _LOADER = "The training loader"
@@ -42,107 +42,67 @@ class BatchSchedule:
     If the numbers of batches are known, the ranks compare them once before the epoch. Otherwise (iterable
     data) they count before each step, in the store, how many ranks have a batch left. `policy` is the
     Trainer's `uneven_inputs`: what happens where the numbers differ.
-
-    Attributes:
-        loader: this rank's part of the loader.
-        num_batches: the number of batches of the epoch on every rank, padding included; `inf` if unknown.
-        is_counted: whether the ranks count before each step how many have a batch left.
-        num_real: how many ranks have the last batch, where they are counted.
-        is_padding: whether the last batch is a zero-weight padding step on this rank.
-        has_padding: whether the last batch is a zero-weight padding step on any rank.
     """
 
     def __init__(self, strategy: Strategy, module: nn.Module, share: TrainData, policy: str) -> None:
         self._strategy = strategy
         self._policy = policy
         self._module = module
-        self._share = share
-        self._lengths: tuple[float, ...] = (share.num_batches,)
+        self.share = share  # may be replaced between epochs
+        self.num_batches = share.num_batches  # of the epoch, on every rank, with padding; `inf` if unknown
+        self.lengths: tuple[float, ...] = (share.num_batches,)  # of the epoch, on each rank
         self._shortest = share.num_batches
-        self.is_counted = False
-        self.num_real = 1
+        self.is_counted = False  # whether the ranks count before each step how many have a batch left
+        self.num_real = 1  # how many ranks have the last batch, where they are counted
         self._counter: StoreCounter | None = None
-        self.loader = share.loader
-        self.num_batches = share.num_batches
+        # Whether the last batch is a zero-weight padding step on this rank, and on any rank:
         self.is_padding = self.has_padding = False
 
-    @property
-    def num_ranks(self) -> int:
-        """The number of ranks that share the data."""
-        return len(self._lengths)
-
-    def ends_by_rank(self, end: int, num_replicas: int) -> list[int]:
-        """Return for each rank the number after its last batch before batch `end`."""
-        is_known = len(self._lengths) == num_replicas
-        return [int(min(length, end)) for length in self._lengths] if is_known else [end] * num_replicas
-
-    def use(self, share: TrainData) -> None:
-        """Yield the batches of other data from the next epoch on."""
-        self._share, self.loader = share, share.loader
-
     def agree(self) -> float:
-        """Compare the ranks' numbers of batches of the next epoch, and return the common number.
-
-        Collective: every rank must call this, and raises when the policy does not allow the numbers.
-        """
+        """Return the next epoch's number of batches, or raise by the policy, on every rank. Collective."""
         self._check_lengths_of_several()
-        numbers = self._strategy.all_gather_object((self._share.num_batches, self._share.is_certain))
-        self._lengths, certain = zip(*numbers, strict=True)
-        is_uneven = len(set(self._lengths)) > 1 and (self._policy == "error" or 0 in self._lengths)
+        numbers = self._strategy.all_gather_object((self.share.num_batches, self.share.is_certain))
+        self.lengths, certain = zip(*numbers, strict=True)
+        is_uneven = len(set(self.lengths)) > 1 and (self._policy == "error" or 0 in self.lengths)
         if is_uneven if all(certain) else any(certain):
             raise UnevenInputsError(_LOADER, tuple(_shown(*number) for number in numbers))
-        self.is_counted = not (all(certain) if len(numbers) > 1 else self._share.is_exact)
+        self.is_counted = not (all(certain) if len(numbers) > 1 else self.share.is_exact)
         if not all(certain) and len(numbers) > 1:
             self._counter = StoreCounter(self._strategy.data_parallel_group, self._strategy.timeout)
-        self._shortest = min(self._lengths)
-        self.num_batches = (min if self._policy == "truncate" else max)(self._lengths)
+        self._shortest = min(self.lengths)
+        self.num_batches = (min if self._policy == "truncate" else max)(self.lengths)
         return self.num_batches
 
     def _check_lengths_of_several(self) -> None:
         """Raise if one of several loaders has another length on another rank: batches would not match."""
-        if not self._share.lengths:
+        if not self.share.lengths:
             return
-        by_rank = self._strategy.all_gather_object(self._share.lengths)
+        by_rank = self._strategy.all_gather_object(self.share.lengths)
         for number, lengths in enumerate(zip(*by_rank, strict=True)):
             if len(set(lengths)) > 1:
                 shown = tuple(_shown(length, is_certain=True) for length in lengths)
                 raise UnevenInputsError(f"Training loader {number} of several", shown)
 
-    def batch_sizes(self) -> BatchSizes | None:
-        """Return the sizes of all ranks' batches; None if a rank cannot compute the others'."""
-        return self._share.batch_sizes()
-
     def batches(self, own: Iterator[Any], done: int = 0) -> Batches:
-        """Yield the batches that this rank takes, each with whether it is the last of the epoch.
-
-        `own` are this rank's batches that are left, after the `done` batches of the epoch that it has run.
-        """
+        """Yield what this rank takes of `own`, its batches after `done`, each with whether it is the last."""
         self.is_padding = self.has_padding = False
         return self._counted(own, done) if self.is_counted else self._known(own, done)
 
     def weight(self, first: int, end: int) -> float:
-        """Return the factor that makes the ranks' average the mean over all real batches of a window.
-
-        The window is from batch `first` to before `end`. The ranks' numbers of batches must be known.
-        """
+        """Return the factor that makes the ranks' average the mean of real batches, `first` to `end` - 1."""
         if self.is_padding:
             return 0.0
         if end <= self._shortest:  # every rank has all of them
             return 1 / (end - first)
-        real = sum(max(0.0, min(length, end) - first) for length in self._lengths)
-        return self.num_ranks / real
+        real = sum(max(0.0, min(length, end) - first) for length in self.lengths)
+        return len(self.lengths) / real
 
-    def preserve_state(self, block: AbstractContextManager[None]) -> AbstractContextManager[None]:
-        """Return the block of a batch; after a padding step it also restores buffers and random state."""
-        if not self.is_padding:
-            return block
-        return _nested(preserve_state(self._module, self._strategy.root_device), block)
+    def preserve_state(self) -> AbstractContextManager[None]:
+        """Return a block of a batch that restores buffers and random state after a padding step."""
+        return preserve_state(self._module, self._strategy.root_device) if self.is_padding else _NOTHING
 
     def call_with_batch(self, hook: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a hook of training batches, unless this rank has none.
-
-        Collectives are refused where another rank does not call it.
-        """
+        """Call a hook of training batches if this rank has one; refuse collectives if another has none."""
         if self.is_padding:
             return None
         if not self.has_padding:
@@ -166,14 +126,14 @@ class BatchSchedule:
     def _known(self, own: Iterator[Any], done: int) -> Batches:
         """Yield the batches where every rank's number of batches is known."""
         total, batch = int(self.num_batches), _END
-        mine, shortest = min(total, int(self._share.num_batches)), self._shortest
+        mine, shortest = min(total, int(self.share.num_batches)), self._shortest
         for number in range(done + 1, total + 1):
             if number > shortest:
                 self.is_padding, self.has_padding = number > mine, True
             if not self.is_padding:
                 batch = next(own, _END)
                 if batch is _END:
-                    length = f"{self._share.num_batches:g} batches"
+                    length = f"{self.share.num_batches:g} batches"
                     raise ConfigurationError(
                         message=f"{_LOADER} has a length of {length}, but it ended after {number - 1}.",
                         remedy="return the number of batches from __len__ of its sampler or batch sampler.",
@@ -187,11 +147,11 @@ class BatchSchedule:
         """Yield the batches where the ranks count before each step how many have one; loads one ahead."""
         upcoming = next(own, _END)
         num_real = self._count(done, upcoming)
-        if not num_real or (num_real < self.num_ranks and not (done and self._policy == "join")):
+        if not num_real or (num_real < len(self.lengths) and not (done and self._policy == "join")):
             if num_real:
                 raise self._uneven_error(done, upcoming)
             raise no_batch_error(f"it gave no batch{f' after the {done} of an earlier run' * (done > 0)}.")
-        batch, number, is_last, num_ranks = _END, done, False, self.num_ranks
+        batch, number, is_last, num_ranks = _END, done, False, len(self.lengths)
         while not is_last:
             self.is_padding, self.num_real = upcoming is _END, num_real
             self.has_padding = num_real < num_ranks
@@ -220,14 +180,14 @@ class BatchSchedule:
 
     def _any_batch(self) -> Any:
         """Return a batch for a rank that continues from a checkpoint written during its padding steps."""
-        if self._share.replayed is not None:
-            return self._share.replayed
-        sampler = sharded_sampler_of(self.loader)
+        if self.share.replayed is not None:
+            return self.share.replayed
+        sampler = sharded_sampler_of(self.share.loader)
         with preserve_state(self._module, self._strategy.root_device), ExitStack() as stack:
             if sampler is not None:  # its position is the end
                 stack.callback(setattr, sampler, "skip", sampler.skip)
                 sampler.skip = 0
-            for batch in self.loader:
+            for batch in self.share.loader:
                 return batch
         raise no_batch_error(f"global_rank={self._strategy.global_rank} has none, not even to repeat it.")
 
@@ -273,12 +233,6 @@ def preserve_state(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _nested(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
-    with outer, inner:
-        yield
-
-
-@contextmanager
 def discard_new_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
     """After the block, remove the gradients of parameters that had none before it."""
     bare = [parameter for parameter in parameters if parameter.grad is None]
@@ -291,14 +245,12 @@ def discard_new_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
 class PaddingGradients:
     """Remove the gradients of parameters that only padding steps have used in a window.
 
-    A model may use only some of its parameters for a batch. In one process, a parameter that no batch has
-    used has no gradient, and the optimizer skips it. With a gradient of 0 instead, momentum and weight decay
-    would still change the parameter.
+    In one process, a parameter that no batch has used has no gradient, and the optimizer skips it. With a
+    gradient of 0 instead, momentum and weight decay would still change the parameter.
 
-    Where gradients are averaged after the backward passes, a rank discards the gradients that its padding
-    step has created. Where DDP averages them during the backward pass and searches for unused parameters, the
-    ranks agree after the window on the parameters that real batches have used. This takes one small
-    all-reduce, in windows with padding steps only.
+    Where gradients are averaged after the backward passes, a rank discards what its padding step has created.
+    Where DDP averages them within, and searches for unused parameters, the ranks agree after a window with
+    padding steps on the parameters that real batches have used. This takes one small all-reduce.
     """
 
     def __init__(self, context: LoopContext) -> None:
@@ -311,19 +263,12 @@ class PaddingGradients:
         self._used: set[int] | None = None  # numbers of parameters; None until a rank pads in this window
 
     def separate(self, is_padding: bool) -> AbstractContextManager[None]:
-        """Return the context for the backward pass of a batch that is a padding step on some rank.
-
-        It is inside of the gradient synchronisation. `is_padding` is whether it is one on this rank.
-        """
+        """Return the block of a backward pass, within the synchronisation, that is padding on some rank."""
         if self._must_agree:
             return self._record_used(is_padding)
-        return self._discard_new_gradients() if is_padding else _NOTHING
-
-    @contextmanager
-    def _discard_new_gradients(self) -> Iterator[None]:
-        """Discard the gradients that the padding step creates, and which DDP does not average."""
-        with discard_new_gradients(self._strategy.gradients.averaged_later(self._context.wrapped)):
-            yield
+        if not is_padding:
+            return _NOTHING
+        return discard_new_gradients(self._strategy.gradients.averaged_later(self._context.wrapped))
 
     @contextmanager
     def _record_used(self, is_padding: bool) -> Iterator[None]:

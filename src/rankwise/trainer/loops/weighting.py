@@ -34,10 +34,11 @@ def zero_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
 @contextmanager
 def gradients_kept(parameters: Iterable[Tensor], remedy: str) -> Iterator[None]:
     """Raise if the block, a hook, changes gradients that the ranks average later."""
-    before = [(each, each.grad, _version_of(each.grad)) for each in parameters]
+    before = [(each, each.grad, getattr(each.grad, "_version", None)) for each in parameters]
     yield
     if any(
-        each.grad is not gradient or _version_of(each.grad) != version for each, gradient, version in before
+        each.grad is not gradient or getattr(gradient, "_version", None) != version
+        for each, gradient, version in before
     ):
         raise ConfigurationError(
             message="on_after_backward has changed gradients of this rank's own batch, before their average.",
@@ -46,17 +47,12 @@ def gradients_kept(parameters: Iterable[Tensor], remedy: str) -> Iterator[None]:
         )
 
 
-def _version_of(gradient: Tensor | None) -> int | None:
-    return None if gradient is None else gradient._version
-
-
 @final
 class BatchWeighting:
     """Scale each batch's loss, so that the gradients of a window are the configured average."""
 
     def __init__(self, context: LoopContext, schedule: BatchSchedule) -> None:
         self._strategy = context.strategy
-        self._is_alone = context.strategy.world_size == 1
         self._is_logged = context.strategy.gradient_weighting == "logged"
         self._module = context.module
         self._progress = context.state.progress
@@ -72,11 +68,11 @@ class BatchWeighting:
         self._begin = self._progress.batches_done
         if self._strategy.gradient_weighting != "samples" or not self._has_effect:
             return
-        self._sizes = sizes = self._schedule.batch_sizes()
+        self._sizes = sizes = self._schedule.share.batch_sizes()
         replicas = self._strategy.distributed_sampler_kwargs["num_replicas"]
         if sizes is not None and sizes.num_replicas == replicas:
             return
-        name = type(self._schedule.loader).__name__
+        name = type(self._schedule.share.loader).__name__
         split = "has no index stream that rankwise has split"
         if sizes is not None:
             split = f"is split over {sizes.num_replicas}, not over {replicas} ranks by rankwise"
@@ -105,7 +101,7 @@ class BatchWeighting:
     @property
     def _has_effect(self) -> bool:
         """Whether a window has more than one batch; a callback may change how many it has."""
-        return not self._is_alone or self._settings.accumulate_grad_batches > 1
+        return self._strategy.world_size > 1 or self._settings.accumulate_grad_batches > 1
 
     def begin_batch(self, batch_idx: int, is_window_end: bool) -> float:
         """Return the factor for the gradients of the window's earlier batches.
@@ -119,7 +115,7 @@ class BatchWeighting:
         self._num_real = self._schedule.num_real + (0 if batch_idx == first else self._num_real)
         self._counted_weight = expected = 1 / (end - first)
         if is_window_end:
-            self._counted_weight = self._schedule.num_ranks / self._num_real
+            self._counted_weight = len(self._schedule.lengths) / self._num_real
         return self._counted_weight / expected
 
     def weight(self, outputs: Any, batch_idx: int) -> float | Tensor:
@@ -177,7 +173,10 @@ class BatchWeighting:
             return 0.0 if self._schedule.is_padding else self._counted_weight
         if sizes is None:
             return self._schedule.weight(first, end)
-        ends = self._schedule.ends_by_rank(end, sizes.num_replicas)
+        lengths = self._schedule.lengths
+        if len(lengths) != sizes.num_replicas:
+            lengths = (end,) * sizes.num_replicas
+        ends = (int(min(length, end)) for length in lengths)
         batches = ((rank, batch) for rank, after in enumerate(ends) for batch in range(first, after))
         total = sum(sizes.size_of(rank, batch) for rank, batch in batches)
         own = 0 if self._schedule.is_padding else sizes.size_of(sizes.rank, batch_idx)

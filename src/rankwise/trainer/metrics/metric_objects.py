@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -35,10 +35,8 @@ def is_metric_object(value: object) -> bool:
 
 def items_of(dictionary: Mapping[str, Any] | nn.ModuleDict) -> Iterable[tuple[str, Any]]:
     """Return the items of a dictionary; of a `MetricCollection` with the states that its metrics share."""
-    items: Any = dictionary.items
-    found: Iterable[tuple[str, Any]]
-    found = items(copy_state=False) if _is_a(dictionary, "MetricCollection") else items()
-    return found
+    items: Callable[..., Iterable[tuple[str, Any]]] = dictionary.items
+    return items(copy_state=False) if _is_a(dictionary, "MetricCollection") else items()
 
 
 def metric_objects(module: nn.Module, within: Iterable[nn.Module] | None = None) -> Metrics:
@@ -129,63 +127,44 @@ def merged_states(metrics: Metrics, by_rank: Sequence[States]) -> Iterator[None]
     try:
         set_states(metrics, merged(metrics, by_rank))
         for metric in metrics.values():
-            metric.distributed_available_fn = _never
+            metric.distributed_available_fn = lambda: False
         yield
     finally:
         for metric, values in kept:
             metric.__dict__.update(values)
 
 
-def _never() -> bool:
-    return False
-
-
 @contextmanager
 def empty_lists_refused(metrics: Metrics, remedy: str) -> Iterator[None]:
-    """Raise ConfigurationError if a metric object communicates in the block while its lists are empty here.
+    """Refuse to compute a metric object in the block if its lists are empty: other ranks exchange more."""
 
-    Other ranks would exchange more tensors than this one has.
-    """
-    empty = {
-        name: metric
-        for name, metric in metrics.items()
-        if any(
-            isinstance(default, list) and not getattr(metric, state)
-            for state, default in metric._defaults.items()
-        )
-    }
-    before = {name: metric.distributed_available_fn for name, metric in empty.items()}
-
-    def refuse(name: str) -> bool:
+    def refuse(name: str, metric: Any) -> bool:
         raise ConfigurationError(
             message=f"The metric object {name!r} cannot be computed by hand: this rank has seen no batch.",
-            facts=f"{type(empty[name]).__name__} exchanges a tensor for each list that is not empty.",
+            facts=f"{type(metric).__name__} exchanges a tensor for each list that is not empty.",
             remedy=remedy,
         )
 
-    try:
-        for name, metric in empty.items():
-            metric.distributed_available_fn = partial(refuse, name)
+    with ExitStack() as stack:
+        for name, metric in metrics.items():
+            defaults = metric._defaults.items()
+            if any(isinstance(default, list) and not getattr(metric, state) for state, default in defaults):
+                stack.callback(setattr, metric, "distributed_available_fn", metric.distributed_available_fn)
+                metric.distributed_available_fn = partial(refuse, name, metric)
         yield
-    finally:
-        for name, metric in empty.items():
-            metric.distributed_available_fn = before[name]
 
 
 def merged(metrics: Metrics, by_rank: Sequence[States]) -> States:
-    """Return the states after the updates of all ranks; see `merged_state`."""
+    """Return the states after the updates of all ranks."""
     return {
-        name: merged_state(metric, found)
+        name: _merged_state(metric, found)
         for name, metric in metrics.items()
         if (found := [states[name] for states in by_rank if name in states])
     }
 
 
-def merged_state(metric: Any, states: list[State]) -> State:
-    """Return the state after the updates of all ranks: reduced as torchmetrics does, lists joined.
-
-    The states of ranks without an update are left out.
-    """
+def _merged_state(metric: Any, states: list[State]) -> State:
+    """Reduce the states of the ranks with an update as torchmetrics does; join their lists."""
     states = [state for state in states if _is_updated(metric, state)] or states[:1]
     if len(states) == 1:
         return states[0]

@@ -1,4 +1,4 @@
-"""The options of a logged value, which say how it is reduced and shown; and one rank's part of it."""
+"""The options of a logged value, which say how it is reduced and shown; the value; a rank's part of it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import builtins
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
+from dataclasses import dataclass, replace
+from functools import partial, reduce
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Self
 
 from rankwise.errors import ConfigurationError, InvalidTypeError, UnknownNameError
 
@@ -20,36 +22,21 @@ Number = Tensor | float
 """A number of double precision: a tensor of shape `()`, or Python's."""
 
 
-def _least(so_far: Number, value: Tensor) -> Tensor:
-    return torch.minimum(torch.as_tensor(so_far, device=value.device), value)
-
-
-def _greatest(so_far: Number, value: Tensor) -> Tensor:
-    return torch.maximum(torch.as_tensor(so_far, device=value.device), value)
+def _extreme(choose: Callable[[Tensor, Tensor], Tensor], so_far: Number, value: Tensor) -> Tensor:
+    return choose(torch.as_tensor(so_far, device=value.device), value)
 
 
 # How two values are combined, and the value that changes no other. A mean is a sum, divided by its weight.
 REDUCTIONS: Mapping[str, tuple[Callable[[Any, Any], Any], float]] = {
     "mean": (operator.add, 0.0),
     "sum": (operator.add, 0.0),
-    "min": (_least, math.inf),
-    "max": (_greatest, -math.inf),
+    "min": (partial(_extreme, torch.minimum), math.inf),
+    "max": (partial(_extreme, torch.maximum), -math.inf),
 }
-SUMS = ("mean", "sum")
-
-
-_HIDDEN = ("suffix", "sync_steps")  # not arguments of `log`
 
 
 class Options(NamedTuple):
-    """How a value is reduced and shown.
-
-    Attributes:
-        rank_zero_only: whether only the value of global rank 0 counts.
-        sync_ranks: the ranks over which it is reduced with `sync_dist`; None for all.
-        suffix: the end of its names, by which the values of several loaders are told apart.
-        sync_steps: whether the values of steps are reduced over the ranks, too.
-    """
+    """How a value is reduced and shown."""
 
     reduce_fx: str = "mean"
     on_step: bool = False
@@ -57,36 +44,28 @@ class Options(NamedTuple):
     sync_dist: bool = True
     prog_bar: bool = False
     logger: bool = True
-    rank_zero_only: bool = False
-    sync_ranks: tuple[int, ...] | None = None
-    suffix: str = ""
-    sync_steps: bool = False
+    rank_zero_only: bool = False  # only the value of global rank 0 counts
+    sync_ranks: tuple[int, ...] | None = None  # over which it is reduced with `sync_dist`; None for all
+    suffix: str = ""  # the end of its names, by which the values of several loaders are told apart
+    sync_steps: bool = False  # whether the values of steps are reduced over the ranks, too
 
     @property
     def ranks(self) -> tuple[int, ...] | None:
         """The ranks that have a part in the value, and that must log it; None for all."""
         return (0,) if self.rank_zero_only else self.sync_ranks
 
-    @property
-    def is_gathered(self) -> bool:
-        """Whether the ranks exchange their parts at the end of an epoch."""
-        return self.sync_dist or self.rank_zero_only
-
-    @property
-    def has_both(self) -> bool:
-        """Whether a step's and an epoch's value have names of their own."""
-        return self.on_step and self.on_epoch
-
     def ended(self, name: str, ending: str) -> str:
         """Return the name under which a step's (`"_step"`) or an epoch's value is reported."""
-        return f"{name.removesuffix(self.suffix)}{ending}{self.suffix}" if self.has_both else name
+        has_both = self.on_step and self.on_epoch
+        return f"{name.removesuffix(self.suffix)}{ending}{self.suffix}" if has_both else name
 
     def names(self, name: str) -> set[str]:
         """Return the names under which the values are reported."""
         return {name, self.ended(name, "_step"), self.ended(name, "_epoch")}
 
     def __str__(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self._asdict().items() if name not in _HIDDEN)
+        hidden = ("suffix", "sync_steps")  # not arguments of `log`
+        return ", ".join(f"{name}={value!r}" for name, value in self._asdict().items() if name not in hidden)
 
 
 class Part(NamedTuple):
@@ -96,6 +75,52 @@ class Part(NamedTuple):
     weight: float
     options: Options
     steps: tuple[tuple[int, int, float, float], ...] = ()  # a batch's loader, number there, total, weight
+
+
+@final
+@dataclass
+class LoggedNumber:
+    """A logged number: its last value, and its sum or extreme value in this epoch."""
+
+    options: Options
+    last: Tensor
+    total: Number
+    weight: float = 0.0
+    last_weight: float = 0.0
+    is_fresh: bool = False
+    is_restored: bool = False
+
+    @classmethod
+    def empty(cls, number: Tensor, options: Options) -> Self:
+        """Return one to which nothing was added."""
+        return cls(options, number, REDUCTIONS[options.reduce_fx][1])
+
+    def add(self, value: Tensor, weight: float) -> None:
+        """Add a value. Does not wait for the device."""
+        self.last, self.last_weight, self.is_fresh, self.is_restored = value, weight, True, False
+        number: Number = value
+        if value.is_cpu and self.options.reduce_fx in ("mean", "sum"):
+            # Python adds the same numbers in less time than torch needs for a call.
+            number, weight = value.item(), float(weight)
+        self.merge(number * weight if self.options.reduce_fx == "mean" else number, weight)
+
+    def merge(self, total: Number, weight: float) -> None:
+        """Add values whose sum, or extreme value, is `total`."""
+        combine, _ = REDUCTIONS[self.options.reduce_fx]
+        self.total = combine(self.total, total)
+        self.weight += weight
+
+    def state(self) -> dict[str, Any]:
+        total = torch.as_tensor(self.total, dtype=torch.double, device="cpu")
+        own = replace(self, last=self.last.cpu(), total=total, is_fresh=False, is_restored=True)
+        return {**vars(own), "options": self.options._asdict()}
+
+    def part(self) -> Part:
+        return Part(float(self.total), self.weight, self.options)
+
+    def last_part(self) -> Part:
+        weight = self.last_weight if self.options.reduce_fx == "mean" else 1.0
+        return Part(self.last.item() * weight, weight, self.options)
 
 
 ABSENT = (0.0, math.nan)  # the total and the weight of a rank without a part
@@ -132,67 +157,46 @@ def number_of(name: str, value: Any) -> Tensor:
     )
 
 
-def ranks_of_group(name: str, group: Any) -> tuple[int, ...] | None:
-    """Return the ranks of a process group, None for None; raise unless this rank is one of them."""
-    if group is None:
-        return None
-    if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank() not in dist.get_process_group_ranks(
-        group
-    ):
+def ranks_of_group(name: str, group: Any) -> tuple[int, ...]:
+    """Return the ranks of a process group; raise ConfigurationError unless this rank is one of them."""
+    ranks = [] if group is dist.GroupMember.NON_GROUP_MEMBER else dist.get_process_group_ranks(group)
+    if not ranks or dist.get_rank() not in ranks:
         raise ConfigurationError(
             message=f"log({name!r}) got a sync_dist_group that this rank is not part of.",
             remedy="give each rank a group that it is part of, or log on the ranks of the group only.",
         )
-    return tuple(dist.get_process_group_ranks(group))
+    return tuple(ranks)
 
 
-def check_reduction_over_ranks(
-    name: str, sync_dist: bool | None, sync_dist_group: Any, rank_zero_only: bool, *, is_synced: bool
+def check_over_ranks(
+    name: str,
+    reduce_fx: str,
+    sync_dist: bool | None,
+    sync_dist_group: Any,
+    rank_zero_only: bool,
+    *,
+    is_object: bool,
+    is_synced: bool,
 ) -> None:
-    """Raise ConfigurationError for options that contradict each other, or have no effect."""
-    if rank_zero_only and (sync_dist or sync_dist_group is not None):
-        raise ConfigurationError(
-            message=f"log({name!r}) reduces over ranks, but counts global rank 0 only.",
-            facts=f"rank_zero_only=True, sync_dist={sync_dist!r}.",
-            remedy="leave out rank_zero_only, or sync_dist and sync_dist_group.",
-        )
-    if sync_dist_group is not None and not is_synced:
-        raise ConfigurationError(
-            message=f"log({name!r}) has a sync_dist_group, but does not reduce over ranks.",
-            remedy=f'self.log("{name}", value, sync_dist=True, sync_dist_group=group).',
-        )
-
-
-def nothing_logged(name: str) -> ConfigurationError:
-    """Return the error for a value that is neither logged by step nor by epoch."""
-    return ConfigurationError(
-        message=f"log({name!r}) would log nothing.",
-        facts="on_step=False, on_epoch=False.",
-        remedy="leave out one of the two.",
-    )
-
-
-def conflicting_options(name: str, before: tuple[str, Options], now: Options) -> ConfigurationError:
-    """Return the error for a name that is logged in two ways; `before` is what has it already."""
-    other, options = before
-    common = min(now.names(name) & options.names(other))
-    return ConfigurationError(
-        message=f"{common!r} is logged in two ways in the same epoch.",
-        facts=f"log({other!r}) has {options}; log({name!r}) now has {now}.",
-        remedy="log with the same options, or under different names.",
-    )
-
-
-def check_object_options(
-    name: str, reduce_fx: str, sync_dist: bool | None, sync_dist_group: Any, rank_zero_only: bool
-) -> None:
-    """Raise ConfigurationError for options that a metric object does not have."""
-    if reduce_fx != "mean" or sync_dist is False or sync_dist_group is not None or rank_zero_only:
+    """Raise ConfigurationError for options that contradict each other, have no effect, or do not exist."""
+    has_group = sync_dist_group is not None
+    if is_object and (reduce_fx != "mean" or sync_dist is False or has_group or rank_zero_only):
         raise ConfigurationError(
             message=f"log({name!r}) got a metric object, which is computed over all ranks, in its own way.",
             facts=f"reduce_fx={reduce_fx!r}, sync_dist={sync_dist!r}, sync_dist_group={sync_dist_group!r}, "
             f"rank_zero_only={rank_zero_only!r}.",
             remedy="leave these out; for this rank's value: value = metric(...), then self.log(name, value).",
+        )
+    if rank_zero_only and (sync_dist or has_group):
+        raise ConfigurationError(
+            message=f"log({name!r}) reduces over ranks, but counts global rank 0 only.",
+            facts=f"rank_zero_only=True, sync_dist={sync_dist!r}.",
+            remedy="leave out rank_zero_only, or sync_dist and sync_dist_group.",
+        )
+    if has_group and not is_synced:
+        raise ConfigurationError(
+            message=f"log({name!r}) has a sync_dist_group, but does not reduce over ranks.",
+            remedy=f'self.log("{name}", value, sync_dist=True, sync_dist_group=group).',
         )
 
 
@@ -226,16 +230,15 @@ def _check_same_names(logged_by: Mapping[int, set[str]], expected: Mapping[str, 
             missing[name] = [rank for rank in wanted if name in logged_by[rank]]
     if missing:
         everywhere = sorted(set.intersection(*logged_by.values()))
-        only = [f"{name!r} on global_rank {_listed(ranks)} only" for name, ranks in missing.items()]
+        only = [
+            f"{name!r} on global_rank {', '.join(map(str, ranks)) or 'none'} only"
+            for name, ranks in missing.items()
+        ]
         raise ConfigurationError(
             message=f"The ranks logged different metrics with sync_dist=True: not all logged {[*missing]}.",
             facts="; ".join([f"logged by all: {everywhere}", *only]),
             remedy="log these on every rank, or with sync_dist=False.",
         )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks)) or "none"
 
 
 def reduced_value(name: str, parts: Sequence[Part]) -> Tensor:

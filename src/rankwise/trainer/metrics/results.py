@@ -1,16 +1,14 @@
-"""The metrics that a module logs: accumulated over batches, reduced over ranks."""
+"""The metrics that a module logs: accumulated over batches, reduced over ranks, shown in a table."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Self
 
 from rankwise.errors import ConfigurationError, LifecycleError
 from rankwise.nested import to_device
@@ -27,15 +25,11 @@ from rankwise.trainer.metrics.metric_objects import (
 from rankwise.trainer.metrics.options import (
     ABSENT,
     REDUCTIONS,
-    SUMS,
-    Number,
+    LoggedNumber,
     Options,
     Part,
     RankParts,
-    check_object_options,
-    check_reduction_over_ranks,
-    conflicting_options,
-    nothing_logged,
+    check_over_ranks,
     number_of,
     parts_by_name,
     ranks_of_group,
@@ -48,17 +42,14 @@ if TYPE_CHECKING:
 
 
 class Reported(NamedTuple):
-    """A metric's value, ready to be shown: `name` may end in `_step` or `_epoch`, `base_name` never does.
-
-    `loader` is the number of the only loader whose batches it is of; None for all.
-    """
+    """A metric's value, ready to be shown: `name` may end in `_step` or `_epoch`, `base_name` never does."""
 
     base_name: str
     name: str
     value: Tensor
     prog_bar: bool
     logger: bool
-    loader: int | None = None
+    loader: int | None = None  # the only one whose batches it is of; None for all
 
 
 class StepOfEvaluation(NamedTuple):
@@ -78,67 +69,16 @@ class _LoggedObject(NamedTuple):
 
 
 @final
-@dataclass
-class _Metric:
-    """A logged number: its last value, and its sum or extreme value in this epoch."""
-
-    options: Options
-    last: Tensor
-    total: Number
-    weight: float = 0.0
-    last_weight: float = 0.0
-    is_fresh: bool = False
-    is_restored: bool = False
-
-    @classmethod
-    def empty(cls, number: Tensor, options: Options) -> Self:
-        """Return one to which nothing was added."""
-        return cls(options, number, REDUCTIONS[options.reduce_fx][1])
-
-    def add(self, value: Tensor, weight: float) -> None:
-        """Add a value. Does not wait for the device."""
-        self.last, self.last_weight, self.is_fresh, self.is_restored = value, weight, True, False
-        number: Number = value
-        if value.is_cpu and self.options.reduce_fx in SUMS:
-            # Python adds the same numbers in less time than torch needs for a call.
-            number, weight = value.item(), float(weight)
-        self.merge(number * weight if self.options.reduce_fx == "mean" else number, weight)
-
-    def merge(self, total: Number, weight: float) -> None:
-        """Add values whose sum, or extreme value, is `total`."""
-        combine, _ = REDUCTIONS[self.options.reduce_fx]
-        self.total = combine(self.total, total)
-        self.weight += weight
-
-    def state(self) -> dict[str, Any]:
-        total = torch.as_tensor(self.total, dtype=torch.double, device="cpu")
-        own = replace(self, last=self.last.cpu(), total=total, is_fresh=False, is_restored=True)
-        return {**vars(own), "options": self.options._asdict()}
-
-    def part(self) -> Part:
-        return Part(float(self.total), self.weight, self.options)
-
-    def last_part(self) -> Part:
-        weight = self.last_weight if self.options.reduce_fx == "mean" else 1.0
-        return Part(self.last.item() * weight, weight, self.options)
-
-
-@final
 class Results:
     """The metrics of one epoch of training, or of one evaluation, of a module.
 
     In evaluation, values are reduced over ranks by default, and each batch's values are reduced at the end.
-
-    Attributes:
-        is_open: whether values can still be logged.
-        object_states: the metric objects' states before the reset, for a fit that continues the epoch.
-        steps: the values logged by step in an evaluation, once `epoch_values` has reduced them.
     """
 
     def __init__(self, module: nn.Module, *, is_evaluation: bool, global_rank: int = 0) -> None:
-        self.is_open = True
-        self.object_states: States = {}
-        self.steps: list[StepOfEvaluation] = []
+        self.is_open = True  # values can still be logged
+        self.object_states: States = {}  # before the reset, for a fit that continues the epoch
+        self.steps: list[StepOfEvaluation] = []  # of an evaluation, once `epoch_values` has reduced them
         self._module = module
         self._global_rank = global_rank
         self._num_batches = 0
@@ -150,9 +90,9 @@ class Results:
         self._position: tuple[int, int] | None = None  # of the last batch: its loader, its number there
         self._synced: dict[str, Options] | None = None  # how step values are reduced; None before the first
         self._state: dict[str, dict[str, Any]] | None = None  # that a later fit continues from
-        self._metrics: dict[str, _Metric] = {}
+        self._metrics: dict[str, LoggedNumber] = {}
         self._objects: dict[str, _LoggedObject] = {}
-        self._object_steps: dict[str, _Metric] = {}  # the values that metric objects had in steps
+        self._object_steps: dict[str, LoggedNumber] = {}  # the values that metric objects had in steps
         self._loaders: dict[str, int] = {}  # the loader whose batches have logged a name
         self._history: dict[str, list[tuple[tuple[int, int], Part]]] = {}  # of steps of an evaluation
         self._final: list[Reported] | None = None  # the values of the epoch, if no hook can log more
@@ -166,10 +106,7 @@ class Results:
         self._suffix, self._position = "", None
 
     def begin_batch(self, batch_size: int | None, *, is_muted: bool = False) -> None:
-        """Weight the values logged from here on by `batch_size`, None if it is not known.
-
-        With `is_muted`, ignore them.
-        """
+        """Weight the values logged from here on by `batch_size`, None for unknown; or ignore them."""
         self._is_muted = is_muted
         self._num_batches += not is_muted
         if self._position is not None:
@@ -209,16 +146,20 @@ class Results:
     ) -> None:
         """Add one value; see `TrainingModule.log`."""
         if not self.is_open:
-            raise _late_error(name)
+            raise LifecycleError(
+                call=f"log({name!r})",
+                state="metrics reported",
+                needed="metrics that are not reduced yet",
+                remedy="log in a step, or in a hook up to the one that ends the epoch, such as "
+                "on_train_epoch_end.",
+            )
         if reduce_fx not in REDUCTIONS:
             reduce_fx = reduction_named(reduce_fx)
-        over_ranks = (sync_dist, sync_dist_group, rank_zero_only)
         is_object = not isinstance(value, Tensor) and is_metric_object(value)
-        if is_object:
-            check_object_options(name, reduce_fx, *over_ranks)
-        is_synced, sync_steps = self._synchronization(sync_dist, is_object=is_object)
-        if sync_dist_group is not None or rank_zero_only:
-            check_reduction_over_ranks(name, *over_ranks, is_synced=is_synced)
+        is_synced = is_object or (self._is_evaluation if sync_dist is None else sync_dist)
+        if is_object or rank_zero_only or sync_dist_group is not None:
+            over_ranks = (sync_dist, sync_dist_group, rank_zero_only)
+            check_over_ranks(name, reduce_fx, *over_ranks, is_object=is_object, is_synced=is_synced)
         by_step, by_epoch = self._moments(value if is_object else None, on_step, on_epoch)
         options = Options(
             reduce_fx,
@@ -230,10 +171,14 @@ class Results:
             rank_zero_only,
             None if sync_dist_group is None else ranks_of_group(name, sync_dist_group),
             self._suffix if add_dataloader_idx else "",
-            sync_steps,
+            bool(sync_dist) and not is_object,
         )
         if not (by_step or by_epoch):
-            raise nothing_logged(name)
+            raise ConfigurationError(
+                message=f"log({name!r}) would log nothing.",
+                facts="on_step=False, on_epoch=False.",
+                remedy="leave out one of the two.",
+            )
         if is_object:
             self._log_object(name + options.suffix, value, options, is_step_asked=on_step is True)
         else:
@@ -242,20 +187,11 @@ class Results:
             self._log_number(name + options.suffix, number, options, batch_size)
 
     def _moments(self, metric: Any, on_step: bool | None, on_epoch: bool | None) -> tuple[bool, bool]:
-        """Return whether a value is logged by step, and by epoch.
-
-        By default in training by step; a metric object by epoch, if its forward was not called.
-        """
+        """Return whether a value is logged by step, and by epoch; `metric` is None for a number."""
         if on_step is None:
             is_only_updated = metric is not None and metric._forward_cache is None and on_epoch is None
             on_step = self._is_in_batch and not self._is_evaluation and not is_only_updated
         return on_step, (self._is_evaluation or not on_step) if on_epoch is None else on_epoch
-
-    def _synchronization(self, sync_dist: bool | None, *, is_object: bool) -> tuple[bool, bool]:
-        """Return whether an epoch's value is reduced over the ranks, and whether a step's is."""
-        if is_object:
-            return True, False
-        return (self._is_evaluation if sync_dist is None else sync_dist), bool(sync_dist)
 
     def _log_number(self, name: str, number: Tensor, options: Options, batch_size: int | None) -> None:
         if self._is_muted or (options.rank_zero_only and self._global_rank != 0):
@@ -267,7 +203,7 @@ class Results:
         metric.add(number, self._weight(name, options) if batch_size is None else batch_size)
         self._note_step(name, metric)
 
-    def _note_step(self, name: str, metric: _Metric) -> None:
+    def _note_step(self, name: str, metric: LoggedNumber) -> None:
         """Keep the value of an evaluation's batch; it may be reduced over ranks with other batches."""
         if self._is_evaluation and metric.options.on_step and self._is_in_batch and self._position:
             self._history.setdefault(name, []).append((self._position, metric.last_part()))
@@ -284,14 +220,14 @@ class Results:
                 remedy="leave out add_dataloader_idx, or a name (and a metric object) for each loader.",
             )
 
-    def _with_options(self, name: str, number: Tensor, options: Options) -> _Metric:
+    def _with_options(self, name: str, number: Tensor, options: Options) -> LoggedNumber:
         """Return a new metric, or one of a checkpoint, which a run that continues may show differently."""
         metric = self._metrics.get(name)
         if metric is not None and metric.is_restored and metric.options.reduce_fx == options.reduce_fx:
             metric.options = options
             return metric
         self._check_names(name, options)
-        self._metrics[name] = metric = _Metric.empty(number, options)
+        self._metrics[name] = metric = LoggedNumber.empty(number, options)
         return metric
 
     def _log_object(self, name: str, metric: Any, options: Options, *, is_step_asked: bool) -> None:
@@ -306,10 +242,9 @@ class Results:
                 _say_no_step_value(name, metric, options)
             return
         number = number_of(name, metric._forward_cache)
-        if name not in self._object_steps:
-            self._object_steps[name] = _Metric.empty(number, options)
-        self._object_steps[name].add(number, 1.0)
-        self._note_step(name, self._object_steps[name])
+        step = self._object_steps.setdefault(name, LoggedNumber.empty(number, options))
+        step.add(number, 1.0)
+        self._note_step(name, step)
 
     def _add_object(self, name: str, metric: Any, options: Options) -> None:
         before = self._objects.get(name)
@@ -328,10 +263,14 @@ class Results:
 
     def _check_names(self, name: str, options: Options) -> None:
         """Raise ConfigurationError if a name is logged in two ways: only one would be shown."""
-        logged: Mapping[str, _Metric | _LoggedObject] = {**self._metrics, **self._objects}
+        logged: Mapping[str, LoggedNumber | _LoggedObject] = {**self._metrics, **self._objects}
         for other, found in logged.items():
-            if options.names(name) & found.options.names(other):
-                raise conflicting_options(name, (other, found.options), options)
+            if common := options.names(name) & found.options.names(other):
+                raise ConfigurationError(
+                    message=f"{min(common)!r} is logged in two ways in the same epoch.",
+                    facts=f"log({other!r}) has {found.options}; log({name!r}) now has {options}.",
+                    remedy="log with the same options, or under different names.",
+                )
 
     def _weight(self, name: str, options: Options) -> int:
         is_weighted = options.reduce_fx == "mean" and (options.on_epoch or options.sync_steps)
@@ -365,7 +304,7 @@ class Results:
     def add_state_dict(self, state_dict: dict[str, dict[str, Any]]) -> None:
         """Add what another instance's `state_dict` returned."""
         for name, state in state_dict["numbers"].items():
-            added = _Metric(**{**state, "options": Options(**state["options"])})
+            added = LoggedNumber(**{**state, "options": Options(**state["options"])})
             if name in self._metrics:
                 self._metrics[name].merge(added.total, added.weight)
             else:
@@ -399,21 +338,17 @@ class Results:
 
     def own_step_values(self, strategy: Strategy) -> list[Reported]:
         """Return what `step_values` will, without the values that it reduces over the ranks."""
-        is_alone = strategy.world_size == 1
-        fresh = {
-            name: logged.last
-            for name, logged in self._fresh_steps().items()
-            if is_alone or not logged.options.sync_steps
-        }
-        return self._reported(fresh, "_step", {})
+        is_alone, fresh = strategy.world_size == 1, self._fresh_steps().items()
+        values = {name: each.last for name, each in fresh if is_alone or not each.options.sync_steps}
+        return self._reported(values, "_step", {})
 
-    def _fresh_steps(self) -> dict[str, _Metric]:
+    def _fresh_steps(self) -> dict[str, LoggedNumber]:
         """Return the values logged by step since the last `step_values`."""
         metrics = {**self._metrics, **self._object_steps}
         return {name: each for name, each in metrics.items() if each.is_fresh and each.options.on_step}
 
     def _synced_steps(
-        self, strategy: Strategy, own: dict[str, _Metric], *, is_checked: bool
+        self, strategy: Strategy, own: dict[str, LoggedNumber], *, is_checked: bool
     ) -> dict[str, Tensor]:
         """Reduce a step's values over the ranks; note how, the same on every rank."""
         if not is_checked and not self._synced:
@@ -430,13 +365,10 @@ class Results:
         values = {}
         for name, found in by_name.items():
             own = self._metrics[name].options if name in self._metrics else None
-            groups = [own or part.options for part in found.values()]
-            mine = [
-                each for each in groups if each.sync_ranks is None or self._global_rank in each.sync_ranks
-            ]
+            groups = [(own or part.options).sync_ranks for part in found.values()]
+            mine = [ranks for ranks in groups if ranks is None or self._global_rank in ranks]
             if mine:
-                ranks = mine[0].sync_ranks
-                parts = [part for rank, part in found.items() if ranks is None or rank in ranks]
+                parts = [part for rank, part in found.items() if mine[0] is None or rank in mine[0]]
                 values[name] = reduced_value(name, parts)
         return values
 
@@ -448,17 +380,16 @@ class Results:
         by_rank = strategy.all_gather(torch.tensor(rows, dtype=torch.double)).tolist()
         if any(others for (_, others), *_ in by_rank):
             return None
-        return [
-            (
-                is_counted > 0,
-                {
-                    name: Part(row[0], row[1], options)
-                    for (name, options), row in zip(noted.items(), found, strict=True)
-                    if not math.isnan(row[1])
-                },
-            )
-            for (is_counted, _), *found in by_rank
-        ]
+        gathered: list[RankParts] = []
+        for (is_counted, _), *found in by_rank:
+            named = zip(noted.items(), found, strict=True)
+            own = {
+                name: Part(total, weight, options)
+                for (name, options), (total, weight) in named
+                if not math.isnan(weight)
+            }
+            gathered.append((is_counted > 0, own))
+        return gathered
 
     def values_so_far(self, strategy: Strategy, *, is_read: bool) -> list[Reported]:
         """Return what `epoch_values` would, for a hook at the end of the epoch, which may still log.
@@ -487,9 +418,12 @@ class Results:
     def _exchanged(self, strategy: Strategy, *, is_read: bool = False) -> tuple[list[Reported], bool]:
         """Return the values logged by epoch, and whether `is_read` is true anywhere; see `epoch_values`."""
         own = {name: logged.part() for name, logged in self._metrics.items()}
-        shared = {name: part for name, part in own.items() if part.options.is_gathered}
-        synced = {name: self._with_history(name, part) for name, part in shared.items()}
-        synced = {name: part for name, part in synced.items() if part.options.on_epoch or part.steps}
+        shared = {
+            name: self._with_history(name, part)
+            for name, part in own.items()
+            if part.options.sync_dist or part.options.rank_zero_only
+        }
+        synced = {name: part for name, part in shared.items() if part.options.on_epoch or part.steps}
         objects = metric_objects(self._module, [logged.metric for logged in self._objects.values()])
         self.object_states = to_device(states_of(objects), "cpu")
         gathered = strategy.all_gather_object(
@@ -498,7 +432,11 @@ class Results:
         by_name = parts_by_name([(is_counted, parts) for is_counted, parts, *_ in gathered])
         known = {name: next(iter(found.values())).options for name, found in by_name.items()}
         local = {name: {self._global_rank: part} for name, part in own.items() if name not in shared}
-        ended = {name: found for name, found in {**local, **by_name}.items() if _is_by_epoch(found)}
+        ended = {
+            name: found
+            for name, found in {**local, **by_name}.items()
+            if any(part.options.on_epoch for part in found.values())
+        }
         values = self._reduced(ended)
         self.steps = self._steps_of_evaluation(by_name)
         states = [found for _, _, found, _ in gathered]
@@ -517,13 +455,14 @@ class Results:
         for name, history in self._history.items():
             for position, part in history:
                 found.setdefault(position, {})[name] = reduced_value(name, [part])
+        shared: dict[tuple[int, int], dict[str, dict[int, Part]]] = {}
         for name, by_rank in by_name.items():
-            merged: dict[tuple[int, int], dict[int, Part]] = {}
             for rank, part in by_rank.items():
                 for loader, batch_idx, total, weight in part.steps:
-                    merged.setdefault((loader, batch_idx), {})[rank] = Part(total, weight, part.options)
-            for position, parts in merged.items():
-                found.setdefault(position, {}).update(self._reduced({name: parts}))
+                    parts = shared.setdefault((loader, batch_idx), {}).setdefault(name, {})
+                    parts[rank] = Part(total, weight, part.options)
+        for position, of_batch in shared.items():
+            found.setdefault(position, {}).update(self._reduced(of_batch))
         known = {name: next(iter(by_rank.values())).options for name, by_rank in by_name.items()}
         return [
             StepOfEvaluation(*position, self._reported(values, "_step", known))
@@ -562,10 +501,6 @@ class Results:
         return reported
 
 
-def _is_by_epoch(found: Mapping[int, Part]) -> bool:
-    return any(part.options.on_epoch for part in found.values())
-
-
 def _say_no_step_value(name: str, metric: Any, options: Options) -> None:
     """Say that a metric object has no value of this step: an error if it is logged by step only."""
     remedy = f"call the {type(metric).__name__} with the batch, instead of its update()"
@@ -578,10 +513,21 @@ def _say_no_step_value(name: str, metric: Any, options: Options) -> None:
     warn(f"log({name!r}, on_step=True) has no value of this step: {remedy}.")
 
 
-def _late_error(name: str) -> LifecycleError:
-    return LifecycleError(
-        call=f"log({name!r})",
-        state="metrics reported",
-        needed="metrics that are not reduced yet",
-        remedy="log in a step, or in a hook up to the one that ends the epoch, such as on_train_epoch_end.",
-    )
+def metrics_table(stage: str, metrics: Sequence[dict[str, float]]) -> str:
+    """Return a table of what `stage` has returned: a line for each metric, a column for each loader.
+
+    >>> print(metrics_table("test", [{"loss/dataloader_idx_0": 0.5}, {"loss/dataloader_idx_1": 0.25}]))
+    Test metric | DataLoader 0 | DataLoader 1
+    ------------+--------------+-------------
+    loss        | 0.5          | 0.25
+    """
+    columns = [
+        {name.removesuffix(f"/dataloader_idx_{place}"): f"{value:.10g}" for name, value in found.items()}
+        for place, found in enumerate(metrics)
+    ]
+    names = sorted({name for column in columns for name in column})
+    titles = [f"{stage.capitalize()} metric", *(f"DataLoader {place}" for place in range(len(columns)))]
+    lines = [titles, *([name, *(column.get(name, "") for column in columns)] for name in names)]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    rows = [" | ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+    return "\n".join([rows[0], "-+-".join("-" * width for width in widths), *rows[1:]])

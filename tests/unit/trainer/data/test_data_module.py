@@ -12,7 +12,7 @@ from torch.utils.data import RandomSampler
 from rankwise import DataModule
 from rankwise.callbacks import Callback, ModelCheckpoint
 from rankwise.errors import CheckpointError, ConfigurationError, InvalidTypeError
-from rankwise.trainer.data.data_hooks import TRANSFER_HOOKS, DataHooks, prepares_data
+from rankwise.trainer.data.data_module import TRANSFER_HOOKS, DataHooks, prepares_data
 from tests.helpers.refusals import refused
 from tests.unit.trainer.helpers import Line, Stream, calls_in, fitted, loader, noting, samples, trainer
 

@@ -9,8 +9,8 @@ from torch.utils.data import DistributedSampler
 from rankwise.data import CombinedLoader, shard_for_prediction
 from rankwise.errors import ConfigurationError, InvalidTypeError, UnshardableLoaderError
 from rankwise.trainer import Trainer
-from rankwise.trainer.data.loader_shard import (
-    LoaderShard,
+from rankwise.trainer.data.loader_shard import LoaderShard
+from rankwise.trainer.data.stage_loaders import (
     check_can_be_gathered,
     check_loaders,
     loaders_in,

@@ -14,8 +14,7 @@ from rankwise.callbacks import LambdaCallback
 from rankwise.errors import ConfigurationError, InvalidTypeError, LifecycleError
 from rankwise.monitoring.heartbeat import NO_FILE, own_heartbeat, write_heartbeat_to
 from rankwise.trainer import TrainingModule
-from rankwise.trainer.data.loader_shard import LoaderShard
-from rankwise.trainer.data.train_data import TrainData
+from rankwise.trainer.data.loader_shard import LoaderShard, TrainData
 from rankwise.trainer.loops.automatic import AutomaticOptimization
 from rankwise.trainer.loops.uneven_inputs import BatchSchedule
 from tests.unit.trainer.helpers import Failing, Line, fitted, loader, samples, trainer, with_second_rank

@@ -16,8 +16,8 @@ from rankwise.data.batches import sharded_sampler_of
 from rankwise.errors import ConfigurationError, UnevenInputsError
 from rankwise.launchers.context import WorkerContext
 from rankwise.ranks import RankInfo
-from rankwise.trainer.data.loader_shard import LoaderShard, shard_for_phase
-from rankwise.trainer.data.train_data import TrainData
+from rankwise.trainer.data.loader_shard import LoaderShard, TrainData
+from rankwise.trainer.data.stage_loaders import shard_for_phase
 from rankwise.trainer.loops.uneven_inputs import BatchSchedule, preserve_state
 from rankwise.trainer.state import Progress
 from tests.unit.test_seed import draws
@@ -40,7 +40,7 @@ def taken(folder: Path, policy: str, mine: int, other: int) -> list[tuple[int, b
     found = schedule(folder, policy, mine, other)
     found.agree()
     return [
-        (batch, is_last, found.is_padding) for batch, is_last in found.batches(found._share.start(Progress()))
+        (batch, is_last, found.is_padding) for batch, is_last in found.batches(found.share.start(Progress()))
     ]
 
 
