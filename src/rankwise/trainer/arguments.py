@@ -12,25 +12,17 @@ from typing import Any, ParamSpec, final
 
 from torch.nn.parallel import DistributedDataParallel
 
-from rankwise.callbacks import (
-    Callback,
-    ModelCheckpoint,
-    ModelSummary,
-    ProgressBar,
-    Timer,
-    TQDMProgressBar,
-)
+from rankwise.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar, Timer, TQDMProgressBar
 from rankwise.callbacks.stopping import parse_duration
-from rankwise.checks import check_choice, check_is_a, check_value, checked_list
+from rankwise.checks import check_choice, check_is_a, check_keywords, check_value, checked_list
 from rankwise.compatibility.names import TRAINER_ARGUMENTS
-from rankwise.errors import ConfigurationError, InvalidArgumentError, UnknownArgumentError
+from rankwise.errors import ConfigurationError
 from rankwise.loggers import Logger
 from rankwise.paths import absolute_path
 from rankwise.ranks import warn
 from rankwise.strategies import DDPStrategy
 
 P = ParamSpec("P")
-_Limit = int | float
 _NUMBER = (int, float)
 _FLAG = (True, False)
 _DEFAULT_MAX_EPOCHS = 1000
@@ -57,31 +49,18 @@ def _check_number(name: str, value: Any, minimum: int, *, kinds: Any = int, is_e
 
 def _check_limit(name: str, value: Any, *, is_zero_allowed: bool = True) -> None:
     check_is_a(name, value, _NUMBER, "a number of batches, or a fraction of them as a float")
-    if isinstance(value, float) and not 0.0 <= value <= 1.0:
-        expected = "a fraction from 0.0 to 1.0, or a whole number of batches"
-        raise InvalidArgumentError(argument=name, value=value, expected=expected)
+    expected = "a fraction from 0.0 to 1.0, or a whole number of batches"
+    check_value(name, value, not isinstance(value, float) or 0.0 <= value <= 1.0, expected)
     expected = "0 or more batches" if is_zero_allowed else "more than 0"
     check_value(name, value, value > 0 or (value == 0 and is_zero_allowed), expected)
 
 
-def _check_interval(name: str, value: Any) -> None:
-    if not isinstance(value, timedelta):
-        _check_limit(name, value, is_zero_allowed=False)
-
-
-def _check_is(name: str, value: Any, *, only: Any, reason: str) -> None:
-    """Refuse every value but one: the argument is Lightning's, and others have no effect here."""
-    check_value(name, value, value == only, f"{only!r}: {reason}")
-
-
-def _by(
+def _option(
     check: Callable[..., None], *, is_optional: bool = False, default: Any = None, **arguments: Any
-) -> Mapping[str, Any]:
-    """Return the metadata of a field whose values `check` accepts; and None, with `is_optional`.
-
-    None stands for `default`, if there is one.
-    """
-    return {"check": partial(check, **arguments), "is_optional": is_optional, "default": default}
+) -> Any:
+    """Return a checked field; None is accepted with `is_optional`, and stands for a `default`."""
+    checked = partial(check, **arguments)
+    return field(metadata={"check": checked, "is_optional": is_optional, "default": default})
 
 
 @final
@@ -89,49 +68,45 @@ def _by(
 class TrainerOptions:
     """The plain options of a Trainer, which documents them. Every assignment is checked."""
 
-    max_epochs: int | None = field(metadata=_by(_check_number, minimum=0, is_endless=True, is_optional=True))
-    max_steps: int = field(metadata=_by(_check_number, minimum=0, is_endless=True))
-    min_epochs: int = field(metadata=_by(_check_number, minimum=0, is_optional=True))
-    min_steps: int = field(metadata=_by(_check_number, minimum=0, is_optional=True))
-    limit_train_batches: _Limit = field(metadata=_by(_check_limit, default=1.0))
-    limit_val_batches: _Limit = field(metadata=_by(_check_limit, default=1.0))
-    limit_test_batches: _Limit = field(metadata=_by(_check_limit, default=1.0))
-    limit_predict_batches: _Limit = field(metadata=_by(_check_limit, default=1.0))
-    val_check_interval: _Limit | timedelta = field(metadata=_by(_check_interval, default=1.0))
-    check_val_every_n_epoch: int | None = field(metadata=_by(_check_number, minimum=1, is_optional=True))
-    overfit_batches: _Limit = field(metadata=_by(_check_limit))
-    num_sanity_val_steps: int = field(metadata=_by(_check_number, minimum=0, is_endless=True, default=2))
-    accumulate_grad_batches: int = field(metadata=_by(_check_number, minimum=1))
-    gradient_clip_val: float = field(metadata=_by(_check_number, minimum=0, kinds=_NUMBER, is_optional=True))
-    gradient_clip_algorithm: str | None = field(metadata=_by(check_choice, choices=(None, "norm", "value")))
-    on_nonfinite: str | None = field(metadata=_by(check_choice, choices=("raise", "skip"), is_optional=True))
-    sync_batchnorm: bool = field(metadata=_by(check_choice, choices=_FLAG))
-    deterministic: bool | str = field(
-        metadata=_by(check_choice, choices=(True, False, "warn"), default=False)
-    )
-    benchmark: bool | None = field(metadata=_by(check_choice, choices=_FLAG, is_optional=True))
-    detect_anomaly: bool = field(metadata=_by(check_choice, choices=_FLAG))
-    inference_mode: bool = field(metadata=_by(check_choice, choices=_FLAG))
-    use_distributed_sampler: bool = field(metadata=_by(check_choice, choices=_FLAG))
-    reload_dataloaders_every_n_epochs: int = field(metadata=_by(_check_number, minimum=0))
-    uneven_inputs: str = field(metadata=_by(check_choice, choices=("error", "truncate", "join")))
-    log_every_n_steps: int = field(metadata=_by(_check_number, minimum=1, default=50))
-    check_ranks_every_n_steps: int | None = field(metadata=_by(_check_number, minimum=0, is_optional=True))
     default_root_dir: str
-    enable_autolog_hparams: bool = field(metadata=_by(check_choice, choices=_FLAG))
-    model_registry: None = field(
-        metadata=_by(_check_is, only=None, reason="models are in files, as ModelCheckpoint writes them")
+    max_epochs: int | None = _option(_check_number, minimum=0, is_endless=True, is_optional=True)
+    max_steps: int = _option(_check_number, minimum=0, is_endless=True)
+    min_epochs: int = _option(_check_number, minimum=0, is_optional=True)
+    min_steps: int = _option(_check_number, minimum=0, is_optional=True)
+    limit_train_batches: int | float = _option(_check_limit, default=1.0)
+    limit_val_batches: int | float = _option(_check_limit, default=1.0)
+    limit_test_batches: int | float = _option(_check_limit, default=1.0)
+    limit_predict_batches: int | float = _option(_check_limit, default=1.0)
+    val_check_interval: int | float | timedelta = _option(_check_limit, is_zero_allowed=False, default=1.0)  # noqa: RUF009  a field
+    check_val_every_n_epoch: int | None = _option(_check_number, minimum=1, is_optional=True)
+    overfit_batches: int | float = _option(_check_limit)
+    num_sanity_val_steps: int = _option(_check_number, minimum=0, is_endless=True, default=2)
+    accumulate_grad_batches: int = _option(_check_number, minimum=1)
+    gradient_clip_val: float = _option(_check_number, minimum=0, kinds=_NUMBER, is_optional=True)
+    gradient_clip_algorithm: str | None = _option(check_choice, choices=(None, "norm", "value"))
+    on_nonfinite: str | None = _option(check_choice, choices=("raise", "skip"), is_optional=True)
+    sync_batchnorm: bool = _option(check_choice, choices=_FLAG)
+    deterministic: bool | str = _option(check_choice, choices=(True, False, "warn"), default=False)
+    benchmark: bool | None = _option(check_choice, choices=_FLAG, is_optional=True)
+    detect_anomaly: bool = _option(check_choice, choices=_FLAG)
+    inference_mode: bool = _option(check_choice, choices=_FLAG)
+    use_distributed_sampler: bool = _option(check_choice, choices=_FLAG)
+    reload_dataloaders_every_n_epochs: int = _option(_check_number, minimum=0)
+    uneven_inputs: str = _option(check_choice, choices=("error", "truncate", "join"))
+    log_every_n_steps: int = _option(_check_number, minimum=1, default=50)
+    check_ranks_every_n_steps: int | None = _option(_check_number, minimum=0, is_optional=True)
+    enable_autolog_hparams: bool = _option(check_choice, choices=_FLAG)
+    model_registry: None = _option(
+        check_choice, choices=(None,), expected="None: models are in files, as ModelCheckpoint writes them"
     )
-    fast_dev_run: int = field(metadata=_by(_check_number, minimum=0))
-    barebones: bool = field(metadata=_by(check_choice, choices=_FLAG))
+    fast_dev_run: int = _option(_check_number, minimum=0)
+    barebones: bool = _option(check_choice, choices=_FLAG)
 
     def __post_init__(self) -> None:
         self.min_epochs, self.min_steps = self.min_epochs or 0, self.min_steps or 0
         self.gradient_clip_val = float(self.gradient_clip_val or 0.0)
-        for kind, least, most in (
-            ("epochs", self.min_epochs, self.epoch_limit),
-            ("steps", self.min_steps, self.max_steps),
-        ):
+        limits = {"epochs": (self.min_epochs, self.epoch_limit), "steps": (self.min_steps, self.max_steps)}
+        for kind, (least, most) in limits.items():
             if least > most >= 0:
                 raise ConfigurationError(
                     message=f"min_{kind}={least} is more than max_{kind}={most}.",
@@ -167,7 +142,7 @@ class TrainerOptions:
         metadata = self.__dataclass_fields__[name].metadata
         if name == "val_check_interval" and isinstance(value, (str, Mapping, timedelta)):
             value = parse_duration(name, value)
-        if metadata:
+        elif metadata:
             value = metadata["default"] if value is None else value
             if value is not None or not metadata["is_optional"]:
                 metadata["check"](name, value)
@@ -175,14 +150,9 @@ class TrainerOptions:
             value = absolute_path(value or ".")
         super().__setattr__(name, value)
 
-    @property
-    def sets_torch_flags(self) -> bool:
-        """Whether a stage sets flags of torch."""
-        return bool(self.deterministic or self.detect_anomaly) or self.benchmark is not None
-
-    def limit(self, phase: str) -> _Limit:
+    def limit(self, phase: str) -> int | float:
         """Return how many batches of a phase run (int), or which fraction of them (float)."""
-        limit: _Limit = getattr(self, _LIMITS[phase])
+        limit: int | float = getattr(self, _LIMITS[phase])
         return limit
 
     @property
@@ -221,47 +191,34 @@ def barebones_options(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, **off, "log_every_n_steps": None}
 
 
-def collect_callbacks(
-    callbacks: Any,
-    *,
-    enable_checkpointing: bool | None,
-    enable_progress_bar: bool | None,
-    enable_model_summary: bool | None = False,
-    max_time: Any = None,
-) -> list[Callback]:
-    """Return the user's callbacks and the default ones; those that save checkpoints come last."""
-    check_choice("enable_checkpointing", enable_checkpointing, (True, False, None))
-    check_choice("enable_progress_bar", enable_progress_bar, (True, False, None))
-    check_choice("enable_model_summary", enable_model_summary, (True, False, None))
-    enable_checkpointing = enable_checkpointing is not False
-    given = _callbacks("callbacks", callbacks)
-    if max_time is not None:
-        given.append(Timer(max_time))
-    saving = [callback for callback in given if isinstance(callback, ModelCheckpoint)]
-    others = [callback for callback in given if not isinstance(callback, ModelCheckpoint)]
-    given_bars = [callback for callback in given if isinstance(callback, ProgressBar)]
-    if saving and not enable_checkpointing:
+def collect_callbacks(given: Mapping[str, Any]) -> list[Callback]:
+    """Return the callbacks of a Trainer's arguments and the default ones; those that save come last."""
+    for name in ("enable_checkpointing", "enable_progress_bar", "enable_model_summary"):
+        check_choice(name, given[name], (True, False, None))
+    callbacks, shows_bar = _callbacks("callbacks", given["callbacks"]), given["enable_progress_bar"]
+    if given["max_time"] is not None:
+        callbacks.append(Timer(given["max_time"]))
+    saving = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+    others = [callback for callback in callbacks if not isinstance(callback, ModelCheckpoint)]
+    given_bars = [callback for callback in callbacks if isinstance(callback, ProgressBar)]
+    if saving and given["enable_checkpointing"] is False:
         raise _contradiction("a ModelCheckpoint", "enable_checkpointing=False")
-    if given_bars and enable_progress_bar is False:
+    if given_bars and shows_bar is False:
         raise _contradiction(f"a {type(given_bars[0]).__name__}", "enable_progress_bar=False")
-    if enable_checkpointing and not saving:
+    if given["enable_checkpointing"] is not False and not saving:
         saving = [ModelCheckpoint()]
-    wants_bar = TQDMProgressBar.is_available() if enable_progress_bar is None else enable_progress_bar
-    bars = [TQDMProgressBar()] if wants_bar and not given_bars else []
-    has_summary = any(isinstance(callback, ModelSummary) for callback in given)
-    summaries = [ModelSummary()] if enable_model_summary is not False and not has_summary else []
-    collected = [*others, *bars, *summaries, *saving]
+    if not given_bars and (TQDMProgressBar.is_available() if shows_bar is None else shows_bar):
+        others.append(TQDMProgressBar())
+    has_summary = any(isinstance(callback, ModelSummary) for callback in callbacks)
+    if given["enable_model_summary"] is not False and not has_summary:
+        others.append(ModelSummary())
+    collected = [*others, *saving]
     _check_state_keys(collected)
     return collected
 
 
 def with_module_callbacks(callbacks: list[Callback], returned: Any, added: set[type]) -> list[Callback]:
-    """Return the trainer's callbacks and the ones of `configure_callbacks`, which replace some; see there.
-
-    Those whose types are among `added` are not added again; mutates `added`.
-    """
-    if returned == []:
-        return callbacks
+    """Return callbacks with those of `configure_callbacks`, which replace some; each type is `added` once."""
     given = _callbacks("configure_callbacks()", returned)
     own = [callback for callback in given if type(callback) not in added]
     added.update(map(type, own))
@@ -322,10 +279,8 @@ def with_known_keywords(init: Callable[P, None]) -> Callable[P, None]:
 
     @functools.wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> None:
-        for name, value in kwargs.items():
-            if name not in known:
-                remedy = _remedy(name, value)
-                raise UnknownArgumentError(target="Trainer", name=name, known=known, remedy=remedy)
+        remedies = {name: _remedy(name, value) for name, value in kwargs.items() if name not in known}
+        check_keywords("Trainer", kwargs, known, remedies)
         init(*args, **kwargs)
 
     return checked

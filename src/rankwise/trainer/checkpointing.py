@@ -10,10 +10,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
-from rankwise import ranks
-from rankwise.callbacks import EarlyStopping, ModelCheckpoint, MonitoringCallback, Timer
+from rankwise import hyperparameters, ranks
+from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint, MonitoringCallback, Timer
 from rankwise.checkpoint.base import as_checkpoint_error, restored_from
 from rankwise.compatibility.lightning_checkpoints import (
     LIGHTNING_VERSION,
@@ -21,55 +21,28 @@ from rankwise.compatibility.lightning_checkpoints import (
     is_lightning_checkpoint,
 )
 from rankwise.errors import CheckpointError, ConfigurationError
-from rankwise.hyperparameters import (
-    DATA_MODULE_KEYS,
-    HyperparametersMixin,
-    checkpointed_parts,
-    left_out_of_checkpoints,
-)
 from rankwise.monitoring.heartbeat import saving_in_hook_reported
 from rankwise.nested import is_numpy_scalar, once_each
-from rankwise.paths import (
-    checkpoint_path,
-    is_last_checkpoint,
-    is_symbolic_link,
-    join_path,
-    unused_checkpoint,
-)
+from rankwise.paths import checkpoint_path, is_last_checkpoint, is_symbolic_link, join_path, unused_checkpoint
 from rankwise.process_group.lone_calls import is_after_failure
-from rankwise.processes.signals import reraise_from_handler
 from rankwise.stores.rendezvous import current_restart
 from rankwise.trainer.consistency import compare_ranks
-from rankwise.trainer.hooks import own_method
+from rankwise.trainer.data import DataModule
+from rankwise.trainer.data.data_module import is_own
 from rankwise.trainer.module import is_defined
-from rankwise.trainer.module_loading import does_not_fit, warn_of_different_weights, weights_in
-from rankwise.trainer.state import Progress
+from rankwise.trainer.module_loading import SAME_MODULE, loaded_into, warn_of_different_weights, weights_in
+from rankwise.trainer.state import LoopContext, Progress
 from rankwise.trainer.state_transfer import RankState, gather_rank_states
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from rankwise.callbacks import Callback
-    from rankwise.trainer.state import LoopContext
 
 _log = logging.getLogger(__name__)
 _VERSION = 1
 _HIGHEST = 2**53  # numbers of steps and samples up to here are exact as scores, too
 _OF_RUN = (MonitoringCallback, Timer)
 _NEEDED = ("loops", "ranks", "optimizer_states", "lr_schedulers", "callbacks")
-_TYPES = {
-    "loops": dict,
-    "callbacks": dict,
-    "precision": dict,
-    "gradients": dict,
-    "ranks": list,
-    "optimizer_states": list,
-    "lr_schedulers": list,
-    "comm_hooks": list,
-    "seed": int,
-    "order_seed": int,
-    "gradient_order": list,
-    "requires_grad": dict,
+_TYPES: Mapping[str, type] = {
+    **dict.fromkeys(("loops", "callbacks", "precision", "gradients", "requires_grad"), dict),
+    **dict.fromkeys(("ranks", "optimizer_states", "lr_schedulers", "comm_hooks", "gradient_order"), list),
+    **dict.fromkeys(("seed", "order_seed"), int),
 }
 _UNKNOWN_JOB = (
     "Training begins anew after a restart, as this job's checkpoints cannot be told from another job's: "
@@ -106,11 +79,8 @@ class CheckpointFiles:
         def choose() -> str:
             for path in filter(None, (*named, given)):
                 is_here = is_last_checkpoint(path) and Path(path).parent == Path(self.stop_folder)
-                if (
-                    is_here
-                    and not is_symbolic_link(path)
-                    and (path == given or named[path].owns(path, self._strategy))
-                ):
+                is_file = is_here and not is_symbolic_link(path)
+                if is_file and (path == given or named[path].owns(path, self._strategy)):
                     return path
             return unused_checkpoint(self.stop_folder, "last", self._io.has_checkpoint)
 
@@ -142,10 +112,7 @@ class CheckpointFiles:
                 self._io.check_checkpoint({}, path)
 
     def best_of_fit(self, stage: str) -> str | None:
-        """Return the best checkpoint of the last fit, for a stage without a model; None if there is none.
-
-        Rank 0 reports which weights these are, with a warning if a metric has chosen them.
-        """
+        """Return the best checkpoint of the last fit, or None; report on rank 0 which weights these are."""
         saved = [saving for saving in self._saving if saving.best_model_path]
         judged = [saving for saving in saved if saving.monitor is not None]
         best = next(iter(judged or saved), None)
@@ -193,9 +160,8 @@ class CheckpointFiles:
     def newest_of_job(self, ckpt_path: str | os.PathLike[str] | None) -> str | None:
         """Return the newest loadable checkpoint that has this job's id; None in the first start.
 
-        None, too, in a job that a scheduler has restarted, if the user has given a `ckpt_path`.
-
-        Runs on: rank 0. Without a store that outlives the start, ranks may count the restarts differently.
+        None, too, in a job that a scheduler has restarted, if the user has given a `ckpt_path`. Runs on rank
+        0: without a store that outlives the start, ranks may count the restarts differently.
         """
         restart = current_restart(self._strategy.environment)
         if restart.number == 0 or (restart.is_requeued and ckpt_path is not None):
@@ -233,21 +199,21 @@ def newest_first(changed_at: Mapping[str, float]) -> list[str]:
     return sorted(changed_at, key=lambda path: (changed_at[path], path), reverse=True)
 
 
-def check_hyper_parameters(context: LoopContext, datamodule: HyperparametersMixin | None = None) -> None:
+def check_hyper_parameters(context: LoopContext, datamodule: DataModule | None) -> None:
     """Refuse hyper parameters that checkpoints, if any, cannot hold, unless a hook may change them."""
     saving = [callback for callback in context.callbacks if isinstance(callback, ModelCheckpoint)]
     saving = [callback for callback in saving if callback.save_top_k or callback.save_last]
     changes_checkpoints = is_defined(context.module, "on_save_checkpoint") or any(
-        own_method(callback, "on_save_checkpoint") is not None for callback in context.callbacks
+        is_own(callback, Callback, "on_save_checkpoint") for callback in context.callbacks
     )
-    given: tuple[HyperparametersMixin | None, ...] = (context.module, datamodule)
-    owners = [each for each in given if each is not None and each._hyperparameters is not None]
+    given = [each for each in (context.module, datamodule) if each is not None]
+    owners = [each for each in given if each._hyperparameters is not None]
     for owner in owners if saving and not changes_checkpoints else ():
-        if left_out := left_out_of_checkpoints(owner):
+        if left_out := hyperparameters.left_out_of_checkpoints(owner):
             _warn_of_left_out(type(owner).__name__, left_out)
         folder = saving[0].dirpath or context.options.default_root_dir
         with as_checkpoint_error(folder):
-            part = _plain(checkpointed_parts(owner))
+            part = _plain(hyperparameters.checkpointed_parts(owner))
         context.strategy.checkpoint_io.check_checkpoint(part, folder)
 
 
@@ -261,9 +227,7 @@ def _warn_of_left_out(kind: str, left_out: dict[str, Any]) -> None:
     )
 
 
-def save_checkpoint(
-    context: LoopContext, path: str | os.PathLike[str], *, weights_only: bool = False
-) -> None:
+def save_checkpoint(context: LoopContext, path: str | os.PathLike[str], *, weights_only: bool) -> None:
     """Write all that a fit needs to continue from here, as plain types and tensors. Collective.
 
     With `weights_only`, write what an evaluation needs. After a failure on this rank it is not collective:
@@ -278,7 +242,7 @@ def save_checkpoint(
 
 
 def _save_checkpoint(context: LoopContext, path: str | os.PathLike[str], weights_only: bool) -> None:
-    checkpoint = _evaluation_part(context, weights_only=weights_only)
+    checkpoint = _evaluation_part(context)
     if not weights_only:
         checkpoint |= _training_part(context)
     context.hooks.call_saving_hooks(checkpoint, weights_only=weights_only)
@@ -288,40 +252,27 @@ def _save_checkpoint(context: LoopContext, path: str | os.PathLike[str], weights
 
 
 def save_stop_checkpoint(context: LoopContext) -> None:
-    """Write the checkpoint of a fit that a signal stops, for `ckpt_path="last"`. Collective.
-
-    The ranks are not compared: there may be little time.
-    """
+    """Write a stopped fit's checkpoint; ranks are not compared, as there may be little time. Collective."""
     path = CheckpointFiles(context).stop_path(context.state.ckpt_path)
     context.strategy.sync_models()
     _save_checkpoint(context, path, weights_only=False)
 
 
-def _evaluation_part(context: LoopContext, *, weights_only: bool) -> dict[str, Any]:
+def _evaluation_part(context: LoopContext) -> dict[str, Any]:
     """Return the part that an evaluation needs, and by which a `ModelCheckpoint` recognises its files."""
     progress, callbacks = context.state.progress, context.callbacks
-    states = {} if weights_only else {"callbacks": _states_of(callbacks)}
+    averages = [callback.module_to_evaluate(context.module) for callback in callbacks]
+    module = next((average for average in averages if average is not None), context.module)
     return {
         "version": _VERSION,
         "pytorch-lightning_version": LIGHTNING_VERSION,
         "epoch": progress.current_epoch,
         "global_step": progress.global_step,
-        "state_dict": context.strategy.get_module_state_dict(_module_to_evaluate(context)),
+        "state_dict": context.strategy.get_module_state_dict(module),
         "run_tokens": [each.run_token for each in callbacks if isinstance(each, ModelCheckpoint)],
-        **states,
-        **checkpointed_parts(context.module),
+        **hyperparameters.checkpointed_parts(context.module),
         **_of_data_module(context),
     }
-
-
-def _module_to_evaluate(context: LoopContext) -> nn.Module:
-    """Return the module whose weights an evaluation uses: the trained one, or a callback's average of it."""
-    found = [callback.module_to_evaluate(context.module) for callback in context.callbacks]
-    return next((module for module in found if module is not None), context.module)
-
-
-def _states_of(callbacks: Iterable[Callback]) -> dict[str, Any]:
-    return {callback.state_key: saved for callback in callbacks if (saved := callback.state_dict())}
 
 
 def _training_part(context: LoopContext) -> dict[str, Any]:
@@ -329,6 +280,7 @@ def _training_part(context: LoopContext) -> dict[str, Any]:
     strategy, module, state = context.strategy, context.module, context.state
     optimizers, schedulers = context.optimizer_set.states(strategy) or ([], [])
     checkpoint: dict[str, Any] = {
+        "callbacks": {each.state_key: saved for each in context.callbacks if (saved := each.state_dict())},
         "optimizer_states": optimizers,
         "lr_schedulers": schedulers,
         "precision": strategy.precision.state_dict(),
@@ -374,10 +326,8 @@ def _of_data_module(context: LoopContext) -> dict[str, Any]:
     datamodule = context.datamodule
     if datamodule is None:
         return {}
-    state = datamodule.state_dict()
-    return checkpointed_parts(datamodule, DATA_MODULE_KEYS) | (
-        {type(datamodule).__qualname__: state} if state else {}
-    )
+    saved = {type(datamodule).__qualname__: state} if (state := datamodule.state_dict()) else {}
+    return hyperparameters.checkpointed_parts(datamodule, hyperparameters.DATA_MODULE_KEYS) | saved
 
 
 def check_contents(checkpoint: dict[str, Any], path: str) -> None:
@@ -418,11 +368,8 @@ def restore_module(context: LoopContext, checkpoint: dict[str, Any]) -> None:
     context.hooks.call_loading_hooks(checkpoint, path)
     context.strategy.precision.prepare_to_load(context.module)
     module, weights = context.module, checkpoint["state_dict"]
-    with restored_from(path, "state_dict"):
-        try:
-            context.strategy.load_module_state_dict(module, weights, strict=module.strict_loading)
-        except RuntimeError as error:
-            raise does_not_fit(path, module, error) from None
+    with loaded_into(type(module).__name__, path, "state_dict", RuntimeError, SAME_MODULE):
+        context.strategy.load_module_state_dict(module, weights, strict=module.strict_loading)
     if not module.strict_loading:
         own = module.state_dict()
         missing, unexpected = [name for name in own if name not in weights], [*weights.keys() - own.keys()]
@@ -432,10 +379,7 @@ def restore_module(context: LoopContext, checkpoint: dict[str, Any]) -> None:
 
 
 def restore_training(context: LoopContext, checkpoint: dict[str, Any]) -> RankState | None:
-    """Restore all but this rank's part, which is returned and restored last; the optimizers must exist.
-
-    A checkpoint that Lightning has written has no such part.
-    """
+    """Restore all but this rank's part, which is returned and restored last; Lightning's files have none."""
     path = context.state.ckpt_path or ""
     if is_lightning_checkpoint(checkpoint):
         _restore_from_lightning(context, LightningState(checkpoint, path))
@@ -458,20 +402,15 @@ def restore_training(context: LoopContext, checkpoint: dict[str, Any]) -> RankSt
     rank_state = RankState(context, checkpoint["ranks"], path)
     rank_state.restore_metrics()
     rank_state.restore_metric_objects()
-    with restored_from(path, "optimizers"):
-        try:
-            context.optimizer_set.load(checkpoint["optimizer_states"], checkpoint["lr_schedulers"])
-            context.strategy.precision.load_state_dict(precision)
-            context.optimizer_set.set_gradients(context.module, gradients)
-        except ValueError as error:
-            reraise_from_handler(error)
-            raise CheckpointError(path=path, problem=f"does not fit the optimizers: {error}") from None
+    with loaded_into("the optimizers", path, "optimizers", ValueError):
+        context.optimizer_set.load(checkpoint["optimizer_states"], checkpoint["lr_schedulers"])
+        context.strategy.precision.load_state_dict(precision)
+        context.optimizer_set.set_gradients(context.module, gradients)
     with restored_from(path, "communication hooks"):
         context.strategy.gradients.load_states(checkpoint.get("comm_hooks", []))
     with restored_from(path, "callbacks"):  # their loaded states may not be comparable
-        context.state.should_stop = any(
-            isinstance(callback, EarlyStopping) and callback.has_stopped for callback in context.callbacks
-        )
+        stopping = [callback for callback in context.callbacks if isinstance(callback, EarlyStopping)]
+        context.state.should_stop = any(callback.has_stopped for callback in stopping)
     return rank_state
 
 
@@ -484,13 +423,9 @@ def _restore_from_lightning(context: LoopContext, saved: LightningState) -> None
         counted_steps=saved.counted_steps,
     )
     precision = context.strategy.precision
-    with restored_from(saved.path, "optimizers"):
-        try:
-            context.optimizer_set.load(saved.optimizers, saved.schedulers)
-            precision.load_state_dict({"scaler": saved.scaler} if precision.scales_loss else {})
-        except ValueError as error:
-            reraise_from_handler(error)
-            raise CheckpointError(path=saved.path, problem=f"does not fit the optimizers: {error}") from None
+    with loaded_into("the optimizers", saved.path, "optimizers", ValueError):
+        context.optimizer_set.load(saved.optimizers, saved.schedulers)
+        precision.load_state_dict({"scaler": saved.scaler} if precision.scales_loss else {})
     if saved.left_out and context.strategy.is_global_zero:
         ranks.warn(
             f"{saved.path} is a Lightning checkpoint. Weights, optimizers, schedulers and counters are "
@@ -499,10 +434,7 @@ def _restore_from_lightning(context: LoopContext, saved: LightningState) -> None
 
 
 def _restore_callbacks(context: LoopContext, states: dict[str, Any], path: str) -> None:
-    """Load the callbacks' states; in a fit, warn on rank 0 of states that no callback takes.
-
-    An evaluation does not load the states of callbacks that count the run: a later fit continues them.
-    """
+    """Load callbacks' states; in a fit alone, those that count the run, and warn of states of no callback."""
     is_fit = context.stage.name == "fit"
     for callback in context.callbacks:
         if callback.state_key in states and (is_fit or not isinstance(callback, _OF_RUN)):

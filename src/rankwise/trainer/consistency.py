@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from rankwise.errors import OF_GROUP, UNOWNED, ConfigurationError
 from rankwise.gradient_sync.parameters import parameters_of
+from rankwise.strategies import Strategy
 from rankwise.strategies.agreement import check_ranks_agree, values_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from torch.optim import Optimizer
-
-    from rankwise.strategies import Strategy
-    from rankwise.trainer.state import LoopContext
+from rankwise.trainer.state import LoopContext
 
 
 def compare_ranks(
     context: LoopContext, when: str, *, are_models_averaged: bool = True, with_buffers: bool = False
 ) -> None:
-    """Compare the ranks as `check_ranks_every_n_steps` says. Collective.
+    """Compare the ranks as `check_ranks_every_n_steps` says, at a point that `when` names. Collective.
 
-    Args:
-        context: of a fit.
-        when: where this is called, for the message.
-        are_models_averaged: False where a strategy that averages models need not have done so.
-        with_buffers: whether buffers have just been shared.
-
-    Raises:
-        RankMismatchError: names what differs, parameters first.
+    `are_models_averaged` is False where a strategy that averages models need not have done so.
     """
     interval, strategy = context.options.check_ranks_every_n_steps, context.strategy
     may_differ = not (strategy.has_equal_models or are_models_averaged)
@@ -56,9 +45,6 @@ def check_values(
 
     Buffers are the same only where they have just been shared. Left out are what DDP is configured to ignore,
     new parameters that the ranks have not shared yet, and the states of sharded optimizers.
-
-    Raises:
-        RankMismatchError: names what differs, parameters first.
     """
     strategy, module = context.strategy, context.module
     if strategy.world_size == 1:
@@ -76,7 +62,8 @@ def check_values(
             if id(original) in known - inside:
                 values[f"the values of {label}"] = original
             if with_states and id(original) in known and not strategy.is_sharded(optimizer):
-                values |= _state_of(optimizer, own, label)
+                state = optimizer.state.get(own, {}).items()
+                values |= {f"{key} of {label}": value for key, value in state if isinstance(value, Tensor)}
     check_ranks_agree(strategy, _hyperparameters(context.optimizers), values, when, _averaging_of(context))
 
 
@@ -119,13 +106,7 @@ def _described(value: object) -> str | None:
 
 
 def check_unowned(context: LoopContext) -> None:
-    """Check that ranks agree on parameters that no optimizer of the trainer updates. Collective.
-
-    A callback may train it on the batches of its own rank.
-
-    Raises:
-        RankMismatchError: names what differs.
-    """
+    """Check that ranks agree on parameters without an optimizer, which a callback may train. Collective."""
     strategy = context.strategy
     unowned = strategy.gradients.unowned(context.wrapped)
     if unowned and strategy.data_parallel_group is None:  # groups may have other values
@@ -141,11 +122,6 @@ def check_can_compare(strategy: Strategy, interval: int | None) -> None:
             facts="between averages of the models, each rank has another one.",
             remedy="leave it out.",
         )
-
-
-def _state_of(optimizer: Optimizer, parameter: Tensor, label: str) -> dict[str, Tensor]:
-    state = optimizer.state.get(parameter, {})
-    return {f"{key} of {label}": value for key, value in state.items() if isinstance(value, Tensor)}
 
 
 def fingerprint_of_checkpoint(checkpoint: Mapping[str, Any] | None) -> dict[str, str]:

@@ -301,20 +301,9 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
         trainer = self.trainer
         if trainer.barebones:
             return
-        trainer._stage.open_results.log(
-            name,
-            value,
-            prog_bar,
-            logger,
-            on_step,
-            on_epoch,
-            reduce_fx,
-            sync_dist,
-            sync_dist_group,
-            add_dataloader_idx,
-            batch_size,
-            rank_zero_only,
-        )
+        reduction = (reduce_fx, sync_dist, sync_dist_group, add_dataloader_idx, batch_size, rank_zero_only)
+        results = trainer._stage.open_results
+        results.log(name, value, prog_bar, logger, on_step, on_epoch, *reduction)
 
     def log_dict(self, dictionary: Mapping[str, Any] | nn.ModuleDict, *args: Any, **kwargs: Any) -> None:
         """Log several numbers or metric objects (also a `MetricCollection`) with the same options."""
@@ -423,12 +412,8 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
     def trainer(self) -> Trainer:
         """The trainer that last used this module."""
         if self._trainer is None:
-            raise LifecycleError(
-                call=f"{type(self).__name__}.trainer",
-                state="no trainer",
-                needed="a Trainer",
-                remedy=f"Trainer(...).fit({type(self).__name__}(...), loader)",
-            )
+            remedy = f"Trainer(...).fit({type(self).__name__}(...), loader)"
+            raise LifecycleError(f"{type(self).__name__}.trainer", "no trainer", "a Trainer", remedy)
         return self._trainer
 
     @trainer.setter
@@ -440,9 +425,8 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
     @property
     def device(self) -> torch.device:
         """The device of the module's first parameter or buffer."""
-        return next(
-            (tensor.device for tensor in chain(self.parameters(), self.buffers())), torch.device("cpu")
-        )
+        first = next(chain(self.parameters(), self.buffers()), None)
+        return torch.device("cpu") if first is None else first.device
 
     @property
     def dtype(self) -> torch.dtype:

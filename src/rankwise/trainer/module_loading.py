@@ -8,7 +8,8 @@ import inspect
 import json
 import os
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -20,11 +21,10 @@ from torch import Tensor, nn
 from rankwise import ranks
 from rankwise.checkpoint import TorchCheckpointIO
 from rankwise.checkpoint.base import restored_from
-from rankwise.checks import check_is_a, check_value
+from rankwise.checks import check_installed, check_is_a, check_value
 from rankwise.errors import (
     CheckpointError,
     ConfigurationError,
-    MissingExtraError,
     RankwiseError,
     UnknownArgumentError,
 )
@@ -33,9 +33,9 @@ from rankwise.paths import expanded_path
 from rankwise.processes.signals import reraise_from_handler
 from rankwise.trainer.arguments import check_weights_only
 
-M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
 _OF_COMMAND_LINE = ("_instantiator", "_class_path")  # LightningCLI saves these beside the arguments
+SAME_MODULE = "build the module as it was when the checkpoint was written."
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -58,14 +58,14 @@ def _refuse(kind: type, *args: object, **kwargs: object) -> NoReturn:
 
 
 def load_from_checkpoint(
-    kind: type[M],
+    kind: type[T],
     checkpoint_path: str | os.PathLike[str],
     map_location: Any = None,
     hparams_file: str | os.PathLike[str] | None = None,
     strict: bool | None = None,
     weights_only: bool | None = True,
     **kwargs: Any,
-) -> M:
+) -> T:
     """Build a module from a checkpoint of this library, or from Lightning's, and load its weights.
 
     The constructor gets the checkpoint's hyperparameters that it accepts; `configure_model` runs next.
@@ -92,8 +92,15 @@ def load_from_checkpoint(
     module: Any = _built(kind, checkpoint, path, hparams_file, MODULE_KEYS, kwargs)
     module.configure_model()
     module.on_load_checkpoint(checkpoint)
-    _load_weights(module, checkpoint, path, module.strict_loading if strict is None else strict)
-    loaded: M = module
+    weights = weights_in(checkpoint, path)
+    with loaded_into(type(module).__name__, path, "state_dict", RuntimeError, SAME_MODULE):
+        strict = module.strict_loading if strict is None else strict
+        different = module.load_state_dict(weights, strict=strict)
+    warn_of_different_weights(path, module, different.missing_keys, different.unexpected_keys)
+    tensors = (tensor for tensor in weights.values() if isinstance(tensor, Tensor))
+    if (first := next(tensors, None)) is not None:
+        module.to(first.device)
+    loaded: T = module
     return loaded
 
 
@@ -110,10 +117,9 @@ def load_data_module_from_checkpoint(
     Arguments and errors are the same as in `TrainingModule.load_from_checkpoint`, without `strict`.
     """
     path, checkpoint = _read(checkpoint_path, map_location, weights_only)
-    datamodule: Any = _built(kind, checkpoint, path, hparams_file, DATA_MODULE_KEYS, kwargs)
+    datamodule = _built(kind, checkpoint, path, hparams_file, DATA_MODULE_KEYS, kwargs)
     load_data_module_state(datamodule, checkpoint, path)
-    loaded: T = datamodule
-    return loaded
+    return datamodule
 
 
 def load_data_module_state(datamodule: Any, checkpoint: Mapping[str, Any], path: str) -> None:
@@ -202,20 +208,6 @@ def _call(kind: type, names: list[str]) -> str:
     return f"{kind.__name__}.load_from_checkpoint(path, {', '.join(f'{name}=...' for name in names)})"
 
 
-def _load_weights(module: nn.Module, checkpoint: Mapping[str, Any], path: str, strict: bool) -> None:
-    """Load the weights, and move the module to their device."""
-    weights = weights_in(checkpoint, path)
-    with restored_from(path, "state_dict"):
-        try:
-            different = module.load_state_dict(weights, strict=strict)
-        except RuntimeError as error:
-            raise does_not_fit(path, module, error) from None
-    warn_of_different_weights(path, module, different.missing_keys, different.unexpected_keys)
-    tensors = (tensor for tensor in weights.values() if isinstance(tensor, Tensor))
-    if (first := next(tensors, None)) is not None:
-        module.to(first.device)
-
-
 def warn_of_different_weights(
     path: str, module: nn.Module, missing: Sequence[str], unexpected: Sequence[str]
 ) -> None:
@@ -234,14 +226,16 @@ def weights_in(checkpoint: Mapping[str, Any], path: str) -> Any:
     return checkpoint["state_dict"]
 
 
-def does_not_fit(path: str, module: nn.Module, error: Exception) -> CheckpointError:
-    """Return the error for weights that a module does not have; raise one of a signal handler."""
-    reraise_from_handler(error)
-    return CheckpointError(
-        path=path,
-        problem=f"does not fit {type(module).__name__}: {error}",
-        remedy="build the module as it was when the checkpoint was written.",
-    )
+@contextmanager
+def loaded_into(target: str, path: str, part: str, kind: type[Exception], remedy: str = "") -> Iterator[None]:
+    """Load `part` of a checkpoint in the block; a `kind` is raised as CheckpointError: it does not fit."""
+    with restored_from(path, part):
+        try:
+            yield
+        except kind as error:
+            reraise_from_handler(error)
+            problem = f"does not fit {target}: {error}"
+            raise CheckpointError(path=path, problem=problem, remedy=remedy) from None
 
 
 def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -283,10 +277,9 @@ def _literal(text: str) -> Any:
 
 
 def _read_yaml(file: Path) -> Any:
-    try:
-        import yaml
-    except ImportError:
-        raise MissingExtraError(package="yaml", extra="yaml", purpose=f"hparams_file={file.name!r}") from None
+    check_installed("yaml", "yaml", f"hparams_file={file.name!r}")
+    import yaml
+
     try:
         return yaml.safe_load(file.read_text())
     except yaml.YAMLError as error:

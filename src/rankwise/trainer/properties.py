@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from rankwise.callbacks import (
     Callback,
@@ -22,19 +23,15 @@ from rankwise.callbacks import (
 from rankwise.checks import check_value
 from rankwise.compatibility.names import TRAINER_ATTRIBUTES, missing_attributes
 from rankwise.errors import LifecycleError, MissingAttributeError
+from rankwise.loggers import Logger
+from rankwise.precision import Precision
+from rankwise.strategies import Strategy
+from rankwise.trainer.arguments import TrainerOptions
+from rankwise.trainer.loops.manual import ManualOptimization
 from rankwise.trainer.loops.optimizers import OptimizerSet, SchedulerConfig
+from rankwise.trainer.metrics.results import Results
 from rankwise.trainer.module import TrainingModule
 from rankwise.trainer.state import Progress, StageState, TrainerState, TrainerStatus
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from rankwise.loggers import Logger
-    from rankwise.precision import Precision
-    from rankwise.strategies import Strategy
-    from rankwise.trainer.arguments import TrainerOptions
-    from rankwise.trainer.loops.manual import ManualOptimization
-    from rankwise.trainer.metrics.results import Results
 
 
 def _forwarded(path: str) -> Any:
@@ -54,24 +51,15 @@ def _in_phase(*phases: str) -> Any:
     return property(lambda trainer: trainer._stage.phase in phases)
 
 
-def _num_batches(phase: str) -> Any:
-    """Return a property: how many batches this rank runs of each loader of `phase`."""
-    return property(lambda trainer: trainer.state.num_batches.get(phase, []))
-
-
-def _loaders(phase: str) -> Any:
-    """Return a property: this rank's part of the loaders of `phase`, in the containers they were given in.
-
-    They are the last stage's; None in a process in which it did not run.
-    """
-    return property(lambda trainer: trainer._stage.loaders.get(phase))
+def _of_phase(path: str, phase: str, default: Callable[[], Any] = lambda: None) -> Any:
+    """Return a property that reads what the dictionary at `path` has for a phase."""
+    read = operator.attrgetter(path)
+    return property(lambda trainer: read(trainer).get(phase, default()))
 
 
 def _first(kind: type[Callback]) -> Any:
     """Return a property: the first callback of `kind`, or None."""
-    return property(
-        lambda trainer: next((item for item in trainer.callbacks if isinstance(item, kind)), None)
-    )
+    return property(lambda self: next((item for item in self.callbacks if isinstance(item, kind)), None))
 
 
 def _all(kind: type[Callback]) -> Any:
@@ -136,17 +124,19 @@ class TrainerProperties:
     logged_metrics: dict[str, Tensor] = _forwarded("state.metrics.logged")
     has_validation: bool = _forwarded("state.has_validation")
     enable_validation: bool = _read_only("state.has_validation")
-    train_dataloader: Any = _loaders("train")
-    val_dataloaders: Any = _loaders("validate")
-    test_dataloaders: Any = _loaders("test")
-    predict_dataloaders: Any = _loaders("predict")
-    num_val_batches: list[float] = _num_batches("validate")
-    num_test_batches: list[float] = _num_batches("test")
-    num_predict_batches: list[float] = _num_batches("predict")
+    # This rank's part of the last stage's loaders, in the given containers; None in other processes:
+    train_dataloader: Any = _of_phase("_stage.loaders", "train")
+    val_dataloaders: Any = _of_phase("_stage.loaders", "validate")
+    test_dataloaders: Any = _of_phase("_stage.loaders", "test")
+    predict_dataloaders: Any = _of_phase("_stage.loaders", "predict")
+    num_val_batches: list[float] = _of_phase("state.num_batches", "validate", list)
+    num_test_batches: list[float] = _of_phase("state.num_batches", "test", list)
+    num_predict_batches: list[float] = _of_phase("state.num_batches", "predict", list)
 
     optimizers: list[Optimizer] = _forwarded("_optimizers.created.optimizers")
     lr_scheduler_configs: list[SchedulerConfig] = _forwarded("_optimizers.created.schedulers")
 
+    lightning_module: TrainingModule | None = _read_only("_module")  # of the last stage
     current_epoch: int = _read_only("progress.current_epoch")
     global_step: int = _read_only("progress.global_step")
 
@@ -210,24 +200,17 @@ class TrainerProperties:
     def module(self) -> TrainingModule:
         """The module of the last stage."""
         if self._module is None:
-            raise LifecycleError(
-                call="Trainer.module",
-                state="new",
-                needed="a stage before it",
-                remedy="trainer.fit(model, ...)",
-            )
+            raise LifecycleError("Trainer.module", "new", "a stage before it", "trainer.fit(model, ...)")
         return self._module
 
     @property
     def manual_optimization(self) -> ManualOptimization:
         """Runs the steps of a module with `automatic_optimization = False`."""
         if self.running_manual_optimization is None:
-            raise LifecycleError(
-                call="a method of manual optimisation",
-                state=self._stage.name or "no stage",
-                needed="a fit of a module with automatic_optimization = False",
-                remedy="set self.automatic_optimization = False in __init__.",
-            )
+            state = self._stage.name or "no stage"
+            needed = "a fit of a module with automatic_optimization = False"
+            remedy = "set self.automatic_optimization = False in __init__."
+            raise LifecycleError("a method of manual optimisation", state, needed, remedy)
         return self.running_manual_optimization
 
     @property
@@ -285,11 +268,6 @@ class TrainerProperties:
     def log_dir(self) -> str:
         """The folder of the first logger; `default_root_dir` if it has none."""
         return (self.logger and self.logger.log_dir) or self.default_root_dir
-
-    @property
-    def lightning_module(self) -> TrainingModule | None:
-        """The module of the last stage; None before the first."""
-        return self._module
 
     @property
     def model(self) -> nn.Module | None:

@@ -5,25 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rankwise.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from rankwise.trainer.arguments import TrainerOptions
-    from rankwise.trainer.state import LoopContext, StageName
+from rankwise.trainer.arguments import TrainerOptions
+from rankwise.trainer.state import LoopContext, StageName
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 @contextmanager
 def torch_flags_set(options: TrainerOptions) -> Iterator[None]:
-    """Set torch's flags as `deterministic`, `benchmark` and `detect_anomaly` say, for the block.
-
-    Mutates: torch's flags and, with `deterministic`, cuBLAS's environment variable; both until the end.
-    """
+    """Set torch's flags, and the environment variable of cuBLAS, as the options say, for the block."""
     deterministic, benchmark = options.deterministic, options.benchmark
     with ExitStack() as stack:
         if options.detect_anomaly:
@@ -47,15 +41,14 @@ def torch_flags_set(options: TrainerOptions) -> Iterator[None]:
 def profiled(context: LoopContext, stage: StageName) -> Iterator[None]:
     """Measure a stage, and the parts of it that are the strategy's; describe it if it succeeds."""
     profiler, strategy = context.profiler, context.strategy
-    methods = {
-        method: method for method in ("backward", "optimizer_step", "batch_to_device", "save_checkpoint")
-    }
+    names = ("backward", "optimizer_step", "batch_to_device", "save_checkpoint")
+    methods = {**{name: name for name in names}, "call_method": "training_step"}
     profiler.setup(stage, strategy.local_rank, context.hooks.trainer.log_dir)
-    profiler.instrument(strategy, **methods, call_method="training_step")
+    profiler.instrument(strategy, **methods)
     try:
         yield
     finally:
-        for method in (*methods, "call_method"):
+        for method in methods:
             delattr(strategy, method)
         profiler.teardown(stage)
     profiler.describe()
@@ -63,15 +56,6 @@ def profiled(context: LoopContext, stage: StageName) -> Iterator[None]:
 
 def describe_run(context: LoopContext) -> None:
     """Give the hyperparameters and the module to the loggers, on rank 0; on all ranks, check the former."""
-    logged = _logged_hparams(context)
-    for logger in context.loggers if context.strategy.is_global_zero else ():
-        if logged and context.options.enable_autolog_hparams:
-            logger.log_hyperparams(logged)
-        logger.log_graph(context.module)
-
-
-def _logged_hparams(context: LoopContext) -> dict[str, Any]:
-    """Return the hyperparameters of the data module and the module; raise if they contradict each other."""
     own, of_data = (
         {} if each is None or each._hyperparameters is None else each.logged_hparams
         for each in (context.module, context.datamodule)
@@ -83,4 +67,8 @@ def _logged_hparams(context: LoopContext) -> dict[str, Any]:
                 facts=f"{own[name]!r} and {of_data[name]!r}; loggers take one.",
                 remedy="self.save_hyperparameters(logger=False) in one of them, or another name.",
             )
-    return {**of_data, **own}
+    logged = {**of_data, **own}
+    for logger in context.loggers if context.strategy.is_global_zero else ():
+        if logged and context.options.enable_autolog_hparams:
+            logger.log_hyperparams(logged)
+        logger.log_graph(context.module)

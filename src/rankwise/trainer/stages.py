@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from functools import cache, partial
 from types import NoneType
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 
@@ -18,33 +18,23 @@ from rankwise.monitoring.heartbeat import TEARDOWN, report_phase
 from rankwise.processes.fork_safety import import_dynamo
 from rankwise.processes.signals import StoppedBySignal, as_raised
 from rankwise.seed import drawn_seed, get_random_state, given_seed, seed_process, set_random_state
+from rankwise.strategies import Strategy
 from rankwise.strategies.agreement import check_ranks_agree, fingerprint_of, share_model, share_states
 from rankwise.strategies.collectives import errors_shared
-from rankwise.trainer.checkpointing import (
-    CheckpointFiles,
-    check_contents,
-    note_trained,
-    restore_module,
-    restore_training,
-)
+from rankwise.trainer import checkpointing
 from rankwise.trainer.consistency import fingerprint_of_checkpoint
 from rankwise.trainer.data import DataModule
 from rankwise.trainer.data.data_module import DataHooks, is_own, prepares_data, undefined
-from rankwise.trainer.data.stage_loaders import check_can_be_gathered
+from rankwise.trainer.data.loader_shard import TrainData
+from rankwise.trainer.data.stage_loaders import StageLoaders, check_can_be_gathered
 from rankwise.trainer.hooks import errors_logged
 from rankwise.trainer.loops.bucket_order import replay_gradient_order
 from rankwise.trainer.loops.evaluation import EvaluationLoop, EvaluationName, Gather, run_sanity_check
 from rankwise.trainer.loops.fit import FitLoop, end_epoch
 from rankwise.trainer.module import TrainingModule, is_defined
 from rankwise.trainer.stage_parts import describe_run, profiled, torch_flags_set
-from rankwise.trainer.state import TrainerStatus
+from rankwise.trainer.state import LoopContext, StageName, TrainerStatus
 from rankwise.trainer.state_transfer import RankState
-
-if TYPE_CHECKING:
-    from rankwise.strategies import Strategy
-    from rankwise.trainer.data.loader_shard import TrainData
-    from rankwise.trainer.data.stage_loaders import StageLoaders
-    from rankwise.trainer.state import LoopContext, StageName
 
 _STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}
 
@@ -52,24 +42,16 @@ _STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_s
 @final
 @dataclass
 class Stage:
-    """A stage: its arguments, and its work on each rank.
-
-    Attributes:
-        loaders: the user's loaders, and this rank's part of them.
-        gather: which ranks get the predictions.
-        keeps_outputs: whether any rank gets them.
-        seed: of this process; the trainer uses rank 0's, or the seed of the run that continues.
-        stream: seed of the random numbers that are drawn in the stage; rank 0's counts.
-        ckpt_path: a path, `"best"`, `"last"` or None; once found, a path or None.
-        checkpoint: the checkpoint to load, or None.
-    """
+    """A stage: its arguments, and its work on each rank."""
 
     loaders: StageLoaders
-    gather: Gather = "all"
-    keeps_outputs: bool = True
+    gather: Gather = "all"  # which ranks get the predictions
+    keeps_outputs: bool = True  # whether any rank gets them
+    # Of this process; the trainer uses rank 0's, or the seed of the run that continues:
     seed: int = field(default_factory=torch.initial_seed)
+    # Of the random numbers that are drawn in the stage; rank 0's counts:
     stream: int = field(default_factory=drawn_seed)
-    ckpt_path: str | os.PathLike[str] | None = None
+    ckpt_path: str | os.PathLike[str] | None = None  # also "best" or "last", until it is found
     checkpoint: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -94,7 +76,7 @@ class Stage:
 
     def load_checkpoint(self, context: LoopContext) -> None:
         """Find and load what `ckpt_path` means."""
-        self.ckpt_path = CheckpointFiles(context).find(self.ckpt_path)
+        self.ckpt_path = checkpointing.CheckpointFiles(context).find(self.ckpt_path)
         if self.ckpt_path is not None:
             self.checkpoint = context.strategy.load_checkpoint(self.ckpt_path)
 
@@ -134,8 +116,9 @@ class Stage:
 
     def _parts(self, context: LoopContext) -> Iterator[AbstractContextManager[None]]:
         """Return the parts around the stage that it asks for, the outermost first."""
-        if context.options.sets_torch_flags:
-            yield torch_flags_set(context.options)
+        options = context.options
+        if options.deterministic or options.detect_anomaly or options.benchmark is not None:
+            yield torch_flags_set(options)
         yield _random_state_kept(context.strategy.root_device)
         if context.profiler.is_active:
             yield profiled(context, self.name)
@@ -145,13 +128,13 @@ class Stage:
         self._agree_on_checkpoint(context)
         self._agree_on_seed_and_loggers(context)
         context.stage.datamodule = self.loaders.datamodule
-        owners: list[DataHooks] = [each for each in (context.datamodule, module) if each is not None]
-        for owner in owners:
-            _prepare_data(strategy, owner)
+        for owner in (context.datamodule, module):
+            if owner is not None:
+                _prepare_data(strategy, owner)
         context.hooks.call("setup", self.name)
         context.hooks.call("configure_model")
         if self.checkpoint is not None:
-            restore_module(context, self.checkpoint)
+            checkpointing.restore_module(context, self.checkpoint)
         return self._fit(context) if self.name == "fit" else self._evaluate(context, self.name)
 
     def _agree_on_checkpoint(self, context: LoopContext) -> None:
@@ -159,7 +142,7 @@ class Stage:
 
         Rank 0 finds it. In a script it may just have written it, so the others load it here.
         """
-        strategy, files = context.strategy, CheckpointFiles(context)
+        strategy, files = context.strategy, checkpointing.CheckpointFiles(context)
 
         def find() -> tuple[bool, str | None]:
             newest = files.newest_of_job(self.ckpt_path) if self.name == "fit" else None
@@ -173,7 +156,7 @@ class Stage:
                 if self.checkpoint is None:
                     self.checkpoint = strategy.load_checkpoint(path)
                 if self.name == "fit":  # an evaluation takes the weights of any program's file
-                    check_contents(self.checkpoint, path)
+                    checkpointing.check_contents(self.checkpoint, path)
         context.state.ckpt_path = path
         check_ranks_agree(strategy, fingerprint_of_checkpoint(self.checkpoint))
 
@@ -228,8 +211,7 @@ class Stage:
         context.hooks.call("on_fit_start")
         data, validation = self._load(context, train_data)
         context.stage.load_train_data = None
-        reload: dict[str, Callable[[LoopContext], Any]]
-        reload = {"train": load_train, "validate": self._validation}
+        reload: dict[str, Callable[..., Any]] = {"train": load_train, "validate": self._validation}
         loop = FitLoop(context, data, validation, rank_state, reload)
         if context.profiler.is_active:
             loop.profile(context.profiler)
@@ -244,13 +226,10 @@ class Stage:
         context.optimizer_set.release_sharded(strategy)
 
     def _restore_fit(self, context: LoopContext) -> RankState | None:
-        """Restore what the checkpoint holds beside the weights; return this rank's part of it.
-
-        Without a checkpoint, return this rank's part of the fit that continues, if one does.
-        """
+        """Restore all but the weights; return this rank's part of the checkpoint, or of the fit before."""
         strategy, state, saved = context.strategy, context.state, self.checkpoint
         states, state.rank_states = state.rank_states, []  # none until this fit has ended
-        note_trained(context, saved)
+        checkpointing.note_trained(context, saved)
         order: list[int] = []
         if saved is not None:
             order = saved.get("gradient_order", [])
@@ -259,7 +238,7 @@ class Stage:
         if order:
             replay_gradient_order(strategy, context.wrapped, order)
         if saved is not None:
-            rank_state = restore_training(context, saved)
+            rank_state = checkpointing.restore_training(context, saved)
             if state.progress.is_epoch_closed:
                 end_epoch(context)
             return rank_state
@@ -294,9 +273,8 @@ class Stage:
             return None
         shards = self.loaders.evaluation_shards(context, "validate")
         # A rank without batches of its own takes part in the collectives of the others' validation.
-        has_batches = context.strategy.reduce_boolean_decision(
-            any(shard.num_batches for shard in shards), all=False
-        )
+        has_own = any(shard.num_batches for shard in shards)
+        has_batches = context.strategy.reduce_boolean_decision(has_own, all=False)
         return EvaluationLoop(context, shards, "validate") if has_batches else None
 
     def _validates(self, context: LoopContext) -> bool:
@@ -324,8 +302,7 @@ def _prepare_data(strategy: Strategy, owner: DataHooks) -> None:
     if prepares_data(owner, strategy.local_rank, strategy.node_rank):
         owner.prepare_data()
     strategy.barrier("prepare_data")
-    base = DataModule if isinstance(owner, DataModule) else TrainingModule
-    if strategy.world_size > 1 and is_own(owner, base, "prepare_data"):
+    if strategy.world_size > 1 and is_own(owner, DataHooks, "prepare_data"):
         device = strategy.root_device
         set_random_state(strategy.broadcast(get_random_state(device)), device)
 
@@ -343,6 +320,5 @@ def own_classes(trainer: object, *given: Any) -> AbstractContextManager[None]:
         return nullcontext()
     from rankwise.compatibility.lightning_classes import classes_lent
 
-    return classes_lent(
-        trainer, foreign, {"LightningModule": TrainingModule, "LightningDataModule": DataModule}
-    )
+    bases = {"LightningModule": TrainingModule, "LightningDataModule": DataModule}
+    return classes_lent(trainer, foreign, bases)

@@ -6,26 +6,24 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import Any, Literal, final
 
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rankwise.callbacks import Callback
 from rankwise.errors import LifecycleError
+from rankwise.loggers import Logger
+from rankwise.profilers import Profiler
 from rankwise.ranks import warn
 from rankwise.seed import RandomStreams, mixed_seed, seed_process
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
-
-    from rankwise.callbacks import Callback
-    from rankwise.loggers import Logger
-    from rankwise.profilers import Profiler
-    from rankwise.strategies import Strategy
-    from rankwise.trainer.arguments import TrainerOptions
-    from rankwise.trainer.data import DataModule
-    from rankwise.trainer.hooks import Hooks
-    from rankwise.trainer.loops.optimizers import OptimizerSet, SchedulerConfig
-    from rankwise.trainer.metrics.results import Reported, Results
-    from rankwise.trainer.module import TrainingModule
+from rankwise.strategies import Strategy
+from rankwise.trainer.arguments import TrainerOptions
+from rankwise.trainer.data import DataModule
+from rankwise.trainer.hooks import Hooks
+from rankwise.trainer.loops.optimizers import OptimizerSet, SchedulerConfig
+from rankwise.trainer.metrics.results import Reported, Results
+from rankwise.trainer.module import TrainingModule
 
 StageName = Literal["fit", "validate", "test", "predict"]
 
@@ -77,49 +75,26 @@ class TrainerStatus(_Named):
         return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
 
 
-_FIRST_STAGES = {
-    TrainerFn.FITTING: RunningStage.TRAINING,
-    TrainerFn.VALIDATING: RunningStage.VALIDATING,
-    TrainerFn.TESTING: RunningStage.TESTING,
-    TrainerFn.PREDICTING: RunningStage.PREDICTING,
-}
-
-
 @final
 @dataclass
 class Progress:
-    """The position of a fit: its epoch, its optimizer step, and how much of the epoch's data is done.
+    """The position of a fit: its epoch, its optimizer step, and how much of the epoch's data is done."""
 
-    Attributes:
-        current_epoch: completed epochs; within an epoch, its number.
-        global_step: completed optimizer steps.
-        counted_steps: completed accumulation windows, which number what loggers get from 0 on; differs from
-            `global_step` where a window steps several optimizers.
-        batches_done: batches of the current epoch that this rank has trained on.
-        samples_done: items of the epoch's index stream that all ranks together have used; a run with another
-            number of ranks continues from the same item.
-        total_batches: batches of all epochs that this rank has trained on.
-        window_batches: how many of `batches_done` are in an unfinished accumulation window: their gradients
-            are not in the weights yet.
-        window_samples: the samples of those batches.
-        is_epoch_done: whether all batches of the epoch are done; until the next epoch begins.
-        is_epoch_begun: whether the epoch's start hooks have run; a run that resumes does not run them again.
-        is_validated: whether the validation that was due after the last batch has run.
-        is_epoch_closed: whether the epoch's end hooks ran and its metrics were published, also after an early
-            stop.
-    """
-
-    current_epoch: int = 0
-    global_step: int = 0
-    batches_done: int = 0
+    current_epoch: int = 0  # completed epochs; within an epoch, its number
+    global_step: int = 0  # completed optimizer steps
+    batches_done: int = 0  # batches of the current epoch that this rank has trained on
+    # Items of the epoch's index stream that all ranks together have used: a run with another number of ranks
+    # continues from the same item.
     samples_done: int = 0
-    total_batches: int = 0
-    window_batches: int = 0
-    window_samples: int = 0
-    is_epoch_begun: bool = False
-    is_epoch_done: bool = False
-    is_validated: bool = False
-    is_epoch_closed: bool = False
+    total_batches: int = 0  # batches of all epochs that this rank has trained on
+    window_batches: int = 0  # of `batches_done`, in an unfinished accumulation window: not in the weights yet
+    window_samples: int = 0  # the samples of those batches
+    is_epoch_begun: bool = False  # whether its start hooks have run; a resumed run does not run them again
+    is_epoch_done: bool = False  # whether all batches of the epoch are done; until the next epoch begins
+    is_validated: bool = False  # whether the validation that was due after the last batch has run
+    is_epoch_closed: bool = False  # whether end hooks ran and metrics were published, also if stopped early
+    # Completed accumulation windows, which number what loggers get, from 0 on; other than `global_step` where
+    # a window steps several optimizers.
     counted_steps: int = 0
 
     def begin_epoch(self) -> None:
@@ -166,10 +141,8 @@ class Progress:
     @property
     def is_possible(self) -> bool:
         """Whether the numbers agree with each other."""
-        has_whole_window = (
-            self.window_batches <= self.batches_done and self.window_samples <= self.samples_done
-        )
-        return has_whole_window and (self.batches_done > 0 or self.samples_done == 0)
+        has_window = self.window_batches <= self.batches_done and self.window_samples <= self.samples_done
+        return has_window and (self.batches_done > 0 or self.samples_done == 0)
 
     @property
     def is_within_epoch(self) -> bool:
@@ -231,7 +204,7 @@ class TrainerState:
     def running(self, name: StageName) -> Iterator[None]:
         """Set `fn`, and `stage` and `status` while the block runs and after it."""
         self.fn, self.status, self.received_sigterm = TrainerFn(name), TrainerStatus.RUNNING, False
-        self.stage = _FIRST_STAGES[self.fn]
+        self.stage = RunningStage("train" if name == "fit" else name)
         try:
             yield
         except BaseException:
@@ -270,20 +243,14 @@ class StageState:
     datamodule: DataModule | None = None  # that this stage was given; the Trainer's may be an earlier one
     loaders: dict[str, Any] = field(default_factory=dict)  # of each phase, split; also after the stage
     loaded_epochs: dict[str, int] = field(default_factory=dict)  # when the loaders of a phase were made
-    shards: dict[str, list[Any]] = field(
-        default_factory=dict
-    )  # `LoaderShard`s: this rank's part of each loader
+    shards: dict[str, list[Any]] = field(default_factory=dict)  # this rank's `LoaderShard`s of each phase
 
     @property
     def open_results(self) -> Results:
         """The values that are logged in the current loop; a `LifecycleError` outside of one."""
         if self.results is None:
-            raise LifecycleError(
-                call="self.log()",
-                state=self.name or "no stage",
-                needed="a loop that reduces metrics",
-                remedy="log in the steps, or in hooks between on_train_start and on_train_end.",
-            )
+            remedy = "log in the steps, or in hooks between on_train_start and on_train_end."
+            raise LifecycleError("self.log()", self.name or "no stage", "a loop that reduces metrics", remedy)
         return self.results
 
     @property
@@ -300,17 +267,12 @@ def seed_rank(strategy: Strategy, seed: int, global_step: int) -> None:
 @final
 @dataclass
 class LoopContext:
-    """The part of a Trainer that stages, loops and checkpoints use, for one module on this rank.
-
-    Attributes:
-        wrapped: the module as the strategy wrapped it; in evaluation, the module itself.
-        options: the Trainer's arguments. A callback may change them between two batches.
-    """
+    """The part of a Trainer that stages, loops and checkpoints use, for one module on this rank."""
 
     strategy: Strategy
     module: TrainingModule
-    wrapped: nn.Module
-    options: TrainerOptions
+    wrapped: nn.Module  # the module as the strategy wrapped it; in evaluation, the module itself
+    options: TrainerOptions  # a callback may change them between two batches
     state: TrainerState
     stage: StageState
     optimizer_set: OptimizerSet
@@ -347,10 +309,7 @@ class LoopContext:
         return self.hooks.trainer.datamodule
 
     def part_streams(self, seed: int) -> None:
-        """Begin a random stream of this rank for forward, backward and data, unless it is alone.
-
-        In hooks and optimizers all ranks continue to draw the same numbers.
-        """
+        """Begin a random stream of this rank for forward, backward and data; hooks draw the same numbers."""
         strategy, progress = self.strategy, self.state.progress
         if strategy.world_size == 1:
             return
@@ -374,7 +333,7 @@ class LoopContext:
         """Show metrics to callbacks and the progress bar, and with `is_logged` to rank 0's loggers."""
         if not values:
             return
-        state, metrics = self.state, self.state.metrics
+        metrics, progress = self.state.metrics, self.state.progress
         for value in values:
             metrics.callback[value.name] = metrics.callback[value.base_name] = value.value
             if value.prog_bar:
@@ -382,7 +341,6 @@ class LoopContext:
         logged = {value.name: value.value for value in values if value.logger}
         metrics.logged.update(logged)
         if is_logged:
-            progress = state.progress
             step = progress.counted_steps - (1 if self.stage.name == "fit" else 0)
             self.log(logged, max(0, step), {"epoch": progress.current_epoch})
 
@@ -412,10 +370,8 @@ class LoopContext:
     def is_at_limit(self) -> bool:
         """Whether training has reached `max_steps` or `max_epochs`: the same on all ranks."""
         options, progress = self.options, self.state.progress
-        return (
-            0 <= options.max_steps <= progress.global_step
-            or 0 <= options.epoch_limit <= progress.current_epoch
-        )
+        has_max_steps = 0 <= options.max_steps <= progress.global_step
+        return has_max_steps or 0 <= options.epoch_limit <= progress.current_epoch
 
     @property
     def wants_to_stop(self) -> bool:
@@ -430,11 +386,9 @@ class LoopContext:
         """Warn if there is nothing left to train, and return whether that is so."""
         is_done = self.is_at_limit or self.wants_to_stop
         if is_done and self.strategy.is_global_zero:
-            remedy = (
-                "raise trainer.max_epochs or trainer.max_steps"
-                if self.is_at_limit
-                else "change the limits of EarlyStopping or max_time, which stopped training, or remove them"
-            )
+            remedy = "change the limits of EarlyStopping or max_time, which stopped training, or remove them"
+            if self.is_at_limit:
+                remedy = "raise trainer.max_epochs or trainer.max_steps"
             options, progress = self.options, self.state.progress
             warn(
                 f"Nothing to train: epoch {progress.current_epoch} of max_epochs={options.max_epochs}, step "

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from torch import Tensor
 
@@ -26,10 +25,7 @@ from rankwise.trainer.metrics.metric_objects import (
     unmergeable,
 )
 from rankwise.trainer.metrics.results import Results
-from rankwise.trainer.state import seed_rank
-
-if TYPE_CHECKING:
-    from rankwise.trainer.state import LoopContext, TrainerState
+from rankwise.trainer.state import LoopContext, seed_rank
 
 _METRICS = {  # keys in checkpoints, and attributes of `PublishedMetrics`
     "callback_metrics": "callback",
@@ -50,10 +46,8 @@ def known_to_caller(context: LoopContext) -> KnownToCaller:
     owners = {"profiler": context.profiler, **dict(zip(names, context.callbacks, strict=False))}
     if context.datamodule is not None:
         owners = {"datamodule": context.datamodule, **owners}
-    loggers = dict(
-        zip(names[len(context.callbacks) :], context.loggers, strict=True)
-    )  # their state is enough
-    others = {"trainer": context.hooks.trainer, "strategy": context.strategy, **loggers}
+    loggers = zip(names[len(context.callbacks) :], context.loggers, strict=True)  # their state is enough
+    others = {"trainer": context.hooks.trainer, "strategy": context.strategy, **dict(loggers)}
     return KnownToCaller(context.module, owners, others)
 
 
@@ -71,8 +65,7 @@ def _with_states(known: KnownToCaller) -> dict[str, Any]:
 def capture(context: LoopContext, before: StateBefore | None) -> ReturnedState | None:
     """Return the state for the calling process on the rank that has `before`; None on the others.
 
-    Moves the module to the CPU. Collective: every rank must call this, as sharded optimizers gather their
-    state.
+    Moves the module to the CPU. Collective: sharded optimizers gather their state.
     """
     strategy, module = context.strategy, context.module
     module.cpu()
@@ -95,28 +88,22 @@ def capture(context: LoopContext, before: StateBefore | None) -> ReturnedState |
 
 
 def _optimizer_states(context: LoopContext) -> Any:
-    """Return the states of a fit's optimizers and schedulers, and whether they can exist in the caller.
-
-    Sharded ones cannot exist without a process group. Collective if they are sharded.
-    """
+    """Return the states of a fit's optimizers and schedulers, and whether these can exist in the caller."""
     strategy, optimizers = context.strategy, context.optimizer_set
 
     def found() -> Any:
         states = optimizers.states(strategy) if context.stage.name == "fit" else None
         return None if states is None else (*states, bool(states[0] and context.optimizers))
 
-    is_sharded = any(map(strategy.is_sharded, context.optimizers))
+    is_sharded = any(map(strategy.is_sharded, context.optimizers))  # they need a process group: collective
     return found() if is_sharded else captured(found)
 
 
 def restore(context: LoopContext, state: ReturnedState) -> None:
-    """Give the calling process's objects the worker's state; parameters keep their identity.
-
-    A part that cannot be returned stays as it is, with a warning that names it.
-    """
+    """Give the calling process's objects the worker's state; warn of parts that cannot be returned."""
     strategy, known = context.strategy, known_to_caller(context)
     give: dict[str, Callable[[Any], object]] = {
-        "progress and metrics": partial(_restore_progress, context),
+        "progress and metrics": lambda sent: vars(context.state).update(vars(sent)),
         **{name: each.load_state_dict for name, each in _with_states(known).items()},
         "communication hooks": strategy.gradients.load_states,
         "optimizers": partial(_restore_optimizers, context),
@@ -125,11 +112,6 @@ def restore(context: LoopContext, state: ReturnedState) -> None:
     }
     if "optimizers" in state.restore(known, give):
         context.optimizer_set.forget()
-
-
-def _restore_progress(context: LoopContext, state: TrainerState) -> None:
-    for field in dataclasses.fields(state):
-        setattr(context.state, field.name, getattr(state, field.name))
 
 
 def _restore_optimizers(context: LoopContext, states: tuple[list[Any], list[Any], bool] | None) -> None:
@@ -189,48 +171,42 @@ class RankState:
     """
 
     def __init__(self, context: LoopContext, states: list[dict[str, Any]], source: str) -> None:
-        strategy = context.strategy
+        self._context = context
+        self._strategy = strategy = context.strategy
         self._source = source
-        self._strategy = strategy
-        self._state = context.state
-        self._module = context.module
         self._is_same_world = len(states) == strategy.world_size
         self._shares = [states[rank :: strategy.world_size] for rank in range(strategy.world_size)]
         self._states = self._shares[strategy.global_rank]
-        self._any_state = states[0]
+        self._some_state = (self._states or states)[0]
 
     def restore_metrics(self) -> None:
         """Restore the last values of everything logged."""
-        own = self._states[0] if self._states else self._any_state
         with restored_from(self._source, "metrics"):
             for key, name in _METRICS.items():
-                values = dict(own["metrics"][key])
+                values = dict(self._some_state["metrics"][key])
                 if odd := [value for value in values.values() if not isinstance(value, Tensor)]:
                     raise TypeError(f"{odd[0]!r} is not a tensor")
-                setattr(self._state.fit_metrics, name, values)
+                setattr(self._context.state.fit_metrics, name, values)
 
     def restore_metric_objects(self) -> None:
         """Restore the module's metric objects; raise CheckpointError where a rank cannot continue several."""
         with restored_from(self._source, "metric objects"):
-            self._restore_metric_objects()
-
-    def _restore_metric_objects(self) -> None:
-        metrics = metric_objects(self._module)
-        shares = [[state["metric_objects"] for state in share] for share in self._shares]
-        if odd := sorted({name for share in shares for name in unmergeable(metrics, share)}):
-            raise CheckpointError(
-                path=self._source,
-                problem=f"holds states of the metric objects {odd} that fewer ranks cannot continue",
-                remedy=f"continue on {len(self._shares)} ranks, or from the end of an epoch.",
-            )
-        found = {name for share in shares for states in share for name in states}
-        if (lost := sorted(found - metrics.keys())) and self._strategy.is_global_zero:
-            warn(f"{self._source} has states of metric objects that the module has not: {lost}.")
-        set_states(metrics, merged(metrics, shares[self._strategy.global_rank]))
+            metrics = metric_objects(self._context.module)
+            shares = [[state["metric_objects"] for state in share] for share in self._shares]
+            if odd := sorted({name for share in shares for name in unmergeable(metrics, share)}):
+                raise CheckpointError(
+                    path=self._source,
+                    problem=f"holds states of the metric objects {odd} that fewer ranks cannot continue",
+                    remedy=f"continue on {len(self._shares)} ranks, or from the end of an epoch.",
+                )
+            found = {name for share in shares for states in share for name in states}
+            if (lost := sorted(found - metrics.keys())) and self._strategy.is_global_zero:
+                warn(f"{self._source} has states of metric objects that the module has not: {lost}.")
+            set_states(metrics, merged(metrics, shares[self._strategy.global_rank]))
 
     def results(self) -> Results:
         """Return the values logged in the epoch so far."""
-        results = Results(self._module, is_evaluation=False, global_rank=self._strategy.global_rank)
+        results = Results(self._context.module, is_evaluation=False, global_rank=self._strategy.global_rank)
         with restored_from(self._source, "logged values"):
             for state in self._states:
                 if state["results"] is not None:
@@ -243,4 +219,4 @@ class RankState:
             with restored_from(self._source, "random state"):
                 set_random_state(self._states[0]["random"], self._strategy.root_device)
         else:
-            seed_rank(self._strategy, self._state.seed, self._state.progress.global_step)
+            seed_rank(self._strategy, self._context.state.seed, self._context.state.progress.global_step)

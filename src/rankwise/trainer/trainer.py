@@ -6,18 +6,19 @@ import copy
 import logging
 import os
 import sys
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint, PreparingCallback
 from rankwise.checks import check_choice, check_value
 from rankwise.errors import LifecycleError
-from rankwise.loggers.base import NoLogger
+from rankwise.loggers.base import Logger, NoLogger
 from rankwise.monitoring.heartbeat import report_phase
 from rankwise.processes.memory_file import read_by_name
 from rankwise.processes.returned_state import ReturnedState
 from rankwise.processes.signals import StoppedBySignal
 from rankwise.profilers import Profiler, create_profiler
 from rankwise.registry import bound_strategy
+from rankwise.strategies import Strategy
 from rankwise.trainer import arguments
 from rankwise.trainer.arguments import TrainerOptions, with_known_keywords
 from rankwise.trainer.checkpointing import CheckpointFiles, check_hyper_parameters, save_checkpoint
@@ -35,10 +36,6 @@ from rankwise.trainer.properties import TrainerProperties
 from rankwise.trainer.stages import Stage, own_classes
 from rankwise.trainer.state import LoopContext, StageName, StageState, TrainerState, TrainerStatus
 from rankwise.trainer.state_transfer import capture, known_to_caller, restore, state_before
-
-if TYPE_CHECKING:
-    from rankwise.loggers import Logger
-    from rankwise.strategies import Strategy
 
 _log = logging.getLogger(__name__)
 
@@ -195,29 +192,16 @@ class Trainer(TrainerProperties):
     ) -> None:
         keywords = arguments.barebones_options(locals()) if barebones else dict(locals())
         keywords["fast_dev_run"] = int(fast_dev_run)
-        self.options = TrainerOptions(
-            **{name: keywords[name] for name in TrainerOptions.__dataclass_fields__}
-        )
-        self.callbacks = arguments.collect_callbacks(
-            callbacks,
-            enable_checkpointing=keywords["enable_checkpointing"],
-            enable_progress_bar=keywords["enable_progress_bar"],
-            enable_model_summary=keywords["enable_model_summary"],
-            max_time=max_time,
-        )
+        options = TrainerOptions.__dataclass_fields__
+        self.options = TrainerOptions(**{name: keywords[name] for name in options})
+        self.callbacks = arguments.collect_callbacks(keywords)
         self.profiler = create_profiler(profiler)
         self.loggers = arguments.collect_loggers(keywords["logger"], self.default_root_dir)
         if self.fast_dev_run:
             self.callbacks, self.loggers = _for_dev_run(self.callbacks), []
-        self.strategy = bound_strategy(
-            strategy,
-            precision,
-            plugins,
-            sync_batchnorm=sync_batchnorm,
-            accelerator=accelerator,
-            devices=devices,
-            num_nodes=num_nodes,
-        )
+        of_strategy = ("accelerator", "devices", "num_nodes", "sync_batchnorm")
+        given = {name: keywords[name] for name in of_strategy}
+        self.strategy = bound_strategy(strategy, precision, plugins, **given)
         self.datamodule: DataModule | None = None
         # The last module whose `configure_callbacks` was called, and the types of the callbacks added by it.
         self._configured: tuple[TrainingModule, set[type]] | None = None
@@ -297,7 +281,6 @@ class Trainer(TrainerProperties):
         Returns:
             What was logged, for each loader; each sample counted once, the same on every rank.
         """
-        check_choice("verbose", verbose, (True, False))
         arguments.check_weights_only(weights_only)
         loaders = StageLoaders("validate", {"validate": dataloaders}, datamodule)
         return self._evaluate(Stage(loaders, ckpt_path=ckpt_path), model, verbose)
@@ -313,7 +296,6 @@ class Trainer(TrainerProperties):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Evaluate a module on test data; see `validate`."""
-        check_choice("verbose", verbose, (True, False))
         arguments.check_weights_only(weights_only)
         loaders = StageLoaders("test", {"test": dataloaders}, datamodule)
         return self._evaluate(Stage(loaders, ckpt_path=ckpt_path), model, verbose)
@@ -357,16 +339,12 @@ class Trainer(TrainerProperties):
         check_choice("return_predictions", return_predictions, (True, False, None))
         arguments.check_weights_only(weights_only)
         loaders = StageLoaders("predict", {"predict": dataloaders}, datamodule)
-        keeps_outputs = return_predictions is not False
-        stage = Stage(loaders, gather, keeps_outputs=keeps_outputs, ckpt_path=ckpt_path)
+        stage = Stage(loaders, gather, keeps_outputs=return_predictions is not False, ckpt_path=ckpt_path)
         predictions: list[Any] = self._launch(stage, model)
         return predictions
 
     def save_checkpoint(
-        self,
-        filepath: str | os.PathLike[str],
-        weights_only: bool | None = None,
-        storage_options: Any = None,
+        self, filepath: str | os.PathLike[str], weights_only: bool | None = None, storage_options: Any = None
     ) -> None:
         """Write a checkpoint of the module of the last fit; with `weights_only`, none to continue it from.
 
@@ -382,12 +360,7 @@ class Trainer(TrainerProperties):
         expected = "None: Trainer(plugins=[a CheckpointIO with options of its own])"
         check_value("storage_options", storage_options, storage_options is None, expected)
         if self._fitted_module is None:
-            raise LifecycleError(
-                call="save_checkpoint()",
-                state="new",
-                needed="a fit",
-                remedy="call trainer.fit(model, ...) first.",
-            )
+            raise LifecycleError("save_checkpoint()", "new", "a fit", "call trainer.fit(model, ...) first.")
         if self._has_trained_elsewhere:
             _log.warning(
                 "%s is not written by the calling process, whose module is not trained: the ranks call "
@@ -399,6 +372,7 @@ class Trainer(TrainerProperties):
             save_checkpoint(self.context(self._fitted_module), filepath, weights_only=bool(weights_only))
 
     def _evaluate(self, stage: Stage, model: Any, verbose: bool) -> list[dict[str, float]]:
+        check_choice("verbose", verbose, (True, False))
         metrics: list[dict[str, float]] = self._launch(stage, model)
         if verbose and any(metrics) and self.is_global_zero and not self.barebones:
             sys.stdout.write(f"{metrics_table(stage.name, metrics)}\n")
@@ -409,23 +383,20 @@ class Trainer(TrainerProperties):
         is_given = model is not None or stage.name == "fit"
         model = model if is_given else self.module
         with own_classes(self, model, stage.loaders.datamodule, self.datamodule):
-            return self._launch_with(model, stage, is_given=is_given)
-
-    def _launch_with(self, model: Any, stage: Stage, *, is_given: bool) -> Any:
-        self._check_stage(stage, model)
-        if stage.name == "fit":
-            self._prepare_run(stage, model)
-        is_fitted = model is self._fitted_module
-        if not is_given and stage.ckpt_path is None and is_fitted:
-            stage.ckpt_path = CheckpointFiles(self.context(model)).best_of_fit(stage.name)
-        try:
-            with self.state.running(stage.name):
-                value, state = self._run_stage(stage, model)
-        except BaseException as error:
-            if not self.strategy.runs_in_caller:
-                self._end_elsewhere(model, error)
-            raise
-        self._restore(model, state, TrainerStatus.FINISHED)
+            self._check_stage(stage, model)
+            if stage.name == "fit":
+                self._prepare_run(stage, model)
+            is_fitted = model is self._fitted_module
+            if not is_given and stage.ckpt_path is None and is_fitted:
+                stage.ckpt_path = CheckpointFiles(self.context(model)).best_of_fit(stage.name)
+            try:
+                with self.state.running(stage.name):
+                    value, state = self._run_stage(stage, model)
+            except BaseException as error:
+                if not self.strategy.runs_in_caller:
+                    self._end_elsewhere(model, error)
+                raise
+            self._restore(model, state, TrainerStatus.FINISHED)
         return value
 
     def _restore(self, model: TrainingModule, state: ReturnedState | None, status: TrainerStatus) -> None:
@@ -550,14 +521,8 @@ class Trainer(TrainerProperties):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without strategy and modules, which the launcher sends with the trainer."""
-        return {
-            **self.__dict__,
-            "_stage": StageState(),
-            "strategy": None,
-            "_module": None,
-            "_fitted_module": None,
-            "_configured": None,
-        }
+        left_out = dict.fromkeys(("strategy", "_module", "_fitted_module", "_configured"))
+        return {**self.__dict__, "_stage": StageState(), **left_out}
 
 
 def _for_dev_run(callbacks: list[Callback]) -> list[Callback]:
@@ -566,12 +531,7 @@ def _for_dev_run(callbacks: list[Callback]) -> list[Callback]:
 
 
 def _run_on_rank(
-    strategy: Strategy,
-    *,
-    model: TrainingModule,
-    trainer: Trainer,
-    stage: Stage,
-    brings_state_back: bool,
+    strategy: Strategy, *, model: TrainingModule, trainer: Trainer, stage: Stage, brings_state_back: bool
 ) -> tuple[Any, ReturnedState | None]:
     """Run a stage on this rank; return its value, and the state for this node's caller. Collective."""
     context = trainer.enter_stage(strategy, model, stage.name)
