@@ -6,7 +6,7 @@ Each table has, for a name, what to write instead. The documentation shows the s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NoReturn, final
+from typing import Any, final
 
 from rankwise.errors import MissingAttributeError
 
@@ -374,7 +374,13 @@ class MissingAttribute(property):
     """An attribute that does not exist: to read and to assign it raise MissingAttributeError."""
 
     def __init__(self, owner: str, name: str, remedy: str) -> None:
-        def refuse(*_: object) -> NoReturn:
-            raise MissingAttributeError(owner=owner, attribute=name, remedy=remedy)
+        super().__init__()
+        self._fields = {"owner": owner, "attribute": name, "remedy": remedy}
 
-        super().__init__(refuse, refuse)
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        raise MissingAttributeError(**self._fields)
+
+    def __set__(self, instance: object, value: object) -> None:
+        self.__get__(instance)

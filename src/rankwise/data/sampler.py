@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from itertools import chain, count, cycle, islice
+from itertools import count, cycle, islice
 from typing import Any, Literal, final
 
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
@@ -188,8 +188,11 @@ def with_wrapped(sampler: Any) -> list[Any]:
 
 def own_generators(sampler: Any) -> list[Any]:
     """Return the random generators among the attributes of a sampler, its class and the samplers in it."""
-    owners = [owner for inner in with_wrapped(sampler) for owner in (inner, *type(inner).__mro__)]
-    return random_generators_in(chain(*(getattr(owner, "__dict__", {}).values() for owner in owners)))
+    attributes: list[Any] = []
+    for inner in with_wrapped(sampler):
+        for owner in (inner, *type(inner).__mro__):
+            attributes += getattr(owner, "__dict__", {}).values()
+    return random_generators_in(attributes)
 
 
 def own_seed(sampler: Any) -> int | None:

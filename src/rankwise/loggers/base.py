@@ -96,14 +96,18 @@ class NoExperiment:
     def _itself(self, *args: Any, **kwargs: Any) -> NoExperiment:
         return self
 
-    def _nothing(self, *args: Any) -> None:
-        """Set and end nothing."""
+    __call__ = __getitem__ = __enter__ = _itself
+
+    def __setattr__(self, name: Any, value: object) -> None:
+        """Set nothing."""
+
+    __setitem__ = __setattr__
+
+    def __exit__(self, *exception: object) -> None:
+        """End nothing."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())
-
-    __call__ = __getitem__ = __enter__ = _itself
-    __setattr__ = __setitem__ = __exit__ = _nothing
 
 
 @final

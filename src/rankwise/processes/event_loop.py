@@ -103,7 +103,9 @@ class EventLoop:
         """Call back until `stop` is called."""
         self._thread_id = threading.get_ident()
         while self._is_running:
-            due_s = min(timer.due_s for timer in (self._deadline, *self._timers))
+            due_s = self._deadline.due_s
+            for timer in self._timers:  # not in a generator, which would be a call for each timer
+                due_s = min(due_s, timer.due_s)
             ready = self._selector.select(min(max(0.0, due_s - time.monotonic()), _LONGEST_WAIT_S))
             for key, _ in ready:
                 if key.data is None:  # signals and pending calls come first

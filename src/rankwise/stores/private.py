@@ -19,8 +19,11 @@ _LENGTH = struct.Struct("!I")
 
 def pack_fields(fields: Iterable[str | bytes]) -> bytes:
     """Return several texts or byte strings as one message."""
-    parts = [field.encode() if isinstance(field, str) else field for field in fields]
-    return b"".join(_LENGTH.pack(len(part)) + part for part in parts)
+    message = bytearray()
+    for field in fields:
+        data = field.encode() if isinstance(field, str) else field
+        message += _LENGTH.pack(len(data)) + data
+    return bytes(message)
 
 
 def unpack_fields(data: bytes) -> list[bytes]:

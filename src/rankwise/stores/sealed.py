@@ -84,6 +84,13 @@ class SealedStore(dist.Store):
         expected = self._sealed(key, expected_value) if expected_value else b""
         return self._opened(key, self._store.compare_set(key, expected, self._sealed(key, desired_value)))
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: list[str], values: list[bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
     def add(self, key: str, value: int) -> int:
         return int(self._store.add(key, value))
 

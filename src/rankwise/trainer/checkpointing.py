@@ -242,7 +242,8 @@ def save_checkpoint(context: LoopContext, path: str | os.PathLike[str], *, weigh
 
 
 def _save_checkpoint(context: LoopContext, path: str | os.PathLike[str], weights_only: bool) -> None:
-    checkpoint = _evaluation_part(context)
+    checkpoint: dict[str, Any] = {} if weights_only else {"callbacks": _states_of(context.callbacks)}
+    checkpoint |= _evaluation_part(context)
     if not weights_only:
         checkpoint |= _training_part(context)
     context.hooks.call_saving_hooks(checkpoint, weights_only=weights_only)
@@ -275,12 +276,15 @@ def _evaluation_part(context: LoopContext) -> dict[str, Any]:
     }
 
 
+def _states_of(callbacks: Iterable[Callback]) -> dict[str, Any]:
+    return {callback.state_key: saved for callback in callbacks if (saved := callback.state_dict())}
+
+
 def _training_part(context: LoopContext) -> dict[str, Any]:
     """Return what `fit` needs to continue, beside what an evaluation needs. Collective."""
     strategy, module, state = context.strategy, context.module, context.state
     optimizers, schedulers = context.optimizer_set.states(strategy) or ([], [])
     checkpoint: dict[str, Any] = {
-        "callbacks": {each.state_key: saved for each in context.callbacks if (saved := each.state_dict())},
         "optimizer_states": optimizers,
         "lr_schedulers": schedulers,
         "precision": strategy.precision.state_dict(),

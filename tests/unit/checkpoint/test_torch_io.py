@@ -356,10 +356,10 @@ def test_containers_at_many_places(path: Path, kind: str) -> None:
     """At 2^60 places they are refused at once, as comparing or printing would not end; at some they load."""
     value = doubled(60, KINDS[kind])
     torch.save({"own": value}, path)
-    start = time.monotonic()
+    start = time.process_time()
     refused(CheckpointError, r"holds values at \d{19} places", load, path)
     refused(CheckpointError, "cannot be written", save, {"own": value}, path.with_name("new"))
-    assert time.monotonic() - start < 1
+    assert time.process_time() - start < 1
     value = doubled(12)
     save({"own": value}, path)
     loaded = load(path)["own"]
