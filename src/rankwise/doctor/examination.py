@@ -256,7 +256,8 @@ def _shared_devices(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
         if rank["device"] != "cpu":
             by_device.setdefault((rank["host"], rank["device"]), []).append(rank["global_rank"])
     # If each rank sees only its own device, all of them are called cuda:0.
-    is_isolated = len(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) == 1
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    is_isolated = visible != "" and "," not in visible
     for (host, device), who in by_device.items():
         if len(who) > 1 and not is_isolated:
             fix = "start no more ranks on a node than it has devices."

@@ -3,6 +3,7 @@
 import re
 import socket
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -126,10 +127,8 @@ def test_a_host_that_is_loopback_to_itself(
     addresses: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is noted where the ranks meet then, or that this cannot be told, and what to set."""
-    look_up = socket.getaddrinfo
-    monkeypatch.setattr(
-        socket, "getaddrinfo", lambda _, *more, **options: look_up("127.0.1.1", *more, **options)
-    )
+    look_up = partial(socket.getaddrinfo, "127.0.1.1")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda _, *more, **options: look_up(*more, **options))
     monkeypatch.setattr(network, "interfaces_by_address", lambda: addresses)
     monkeypatch.setattr(network, "_is_running", lambda name: True)
     [note] = examine_network({}, "gpu01", {}).findings
@@ -145,9 +144,17 @@ def rank(number: int, torch_version: str = "2.13.0") -> dict[str, Any]:
 
 def test_different_versions() -> None:
     """Ranks that differ in a version are grouped by it."""
-    endpoint = examination.JobFacts("gloo", (rank(0), rank(1, "2.6.0"), rank(2)), ())
-    [finding] = describe_ranks(endpoint, "started by hand").findings
+    ranks = (rank(0), rank(1, "2.6.0"), rank(2))
+    [finding] = describe_ranks(examination.JobFacts("gloo", ranks, ()), "started by hand").findings
     assert "torch: 2.13.0 on ranks 0, 2; 2.6.0 on ranks 1" in finding.what
+
+
+def test_a_shared_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of one host with the same device share it, unless each sees one device only."""
+    ranks = tuple({**rank(number), "device": "cuda:0", "device_name": "GPU"} for number in range(2))
+    for visible, count in ("", 1), ("0,1", 1), ("3", 0):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert len(describe_ranks(examination.JobFacts("gloo", ranks, ()), "torchrun").findings) == count
 
 
 def test_wrong_sums() -> None:
