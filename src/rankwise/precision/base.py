@@ -73,7 +73,7 @@ class Precision:
         return _NOTHING
 
     def module_init_context(self) -> AbstractContextManager[Any]:
-        """Return the context in which a module's parameters are created in this precision."""
+        """Return the context in which a module's parameters are created in the dtype that training keeps."""
         return _NOTHING
 
     def convert_input(self, batch: Any) -> Any:
@@ -178,10 +178,7 @@ class DtypePrecision(Precision):
         self.dtype = self.dtypes[name]
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        return _default_dtype(self.dtype)
-
-    def module_init_context(self) -> AbstractContextManager[Any]:
-        return _default_dtype(self.dtype)
+        return default_dtype(self.dtype)
 
     def convert_input(self, batch: Any) -> Any:
         return floats_to(batch, self.dtype)
@@ -191,7 +188,7 @@ class DtypePrecision(Precision):
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Make `dtype` torch's default dtype in the block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -18,7 +18,15 @@ from rankwise.checks import check_keywords, check_value
 from rankwise.compatibility.names import OTHER_PRECISIONS
 from rankwise.errors import ConfigurationError, UnknownNameError
 from rankwise.nested import map_tensors
-from rankwise.precision.base import Closure, DtypePrecision, Precision, are_finite, floats_to, gradient_values
+from rankwise.precision.base import (
+    Closure,
+    DtypePrecision,
+    Precision,
+    are_finite,
+    default_dtype,
+    floats_to,
+    gradient_values,
+)
 from rankwise.process_group.distributed_optimizers import is_sharded
 from rankwise.torch_internals import LOSS_SCALING, check_torch
 
@@ -225,6 +233,9 @@ class MixedPrecision(ScaledPrecision):
 
 class _TrueFormat(DtypePrecision):
     """Parameters, data and computation in one dtype."""
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        return default_dtype(self.dtype)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert parameters and buffers, in place."""

@@ -292,7 +292,7 @@ class TrainerProperties:
 
     @contextlib.contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Create a module's parameters in the block where training needs them, in the precision's dtype.
+        """Create a module's parameters in the block as training keeps them: in its dtype, on its device.
 
         They are on this process's device, or on the CPU if other processes train: these get a copy.
 

@@ -20,6 +20,7 @@ from rankwise.callbacks import (
 from rankwise.errors import InvalidArgumentError, MissingAttributeError
 from rankwise.loggers import CSVLogger
 from rankwise.trainer.state import RunningStage, TrainerFn
+from tests.helpers.refusals import refused
 from tests.unit.trainer.helpers import Failing, Line, Stream, fitted, loader, samples, trainer
 
 
@@ -133,9 +134,10 @@ def test_the_state(tmp_path: Path) -> None:
     assert (train.interrupted, train.state.stopped, train.received_sigterm) == (True, True, False)
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("32-true", torch.float32), ("64-true", torch.float64)])
-def test_init_module(tmp_path: Path, precision: str, dtype: torch.dtype) -> None:
-    """Parameters are created in the precision's dtype, on the device; without values they are refused."""
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true", "bf16-mixed", "16-master"])
+def test_init_module(tmp_path: Path, precision: str) -> None:
+    """Parameters are created in the dtype that training keeps, on the device; no values are refused."""
+    dtype = {"64-true": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
     train = trainer(tmp_path, precision=precision)
     with train.init_module():
         layer = nn.Linear(2, 2)
@@ -198,13 +200,10 @@ def test_attributes_of_lightnings(tmp_path: Path) -> None:
     for train in (trainer(tmp_path), fitted(tmp_path, None, loader(), loader())):
         assert [name for name in LIGHTNINGS if not hasattr(train, name)] == absent
         for name in absent:
-            with pytest.raises(MissingAttributeError, match=rf"^Trainer has no {name}\.\n  Fix: trainer\."):
-                getattr(train, name)
-            with pytest.raises(MissingAttributeError, match=name):
-                setattr(train, name, 1)
+            refused(MissingAttributeError, rf"^Trainer has no {name}\.\n  Fix: tr", getattr, train, name)
+            refused(MissingAttributeError, name, setattr, train, name, 1)
     for name in ("devices", "_accelerator_connector", "_data_connector", "_logger_connector", "_results"):
-        with pytest.raises(MissingAttributeError, match=rf"(?s)Trainer has no {name}\..*Fix: trainer\."):
-            getattr(train, name)
+        refused(MissingAttributeError, rf"(?s)Trainer has no {name}\..*Fix: trainer\.", getattr, train, name)
 
 
 def test_values_of_the_strategy(tmp_path: Path) -> None:
@@ -234,9 +233,7 @@ def test_arguments_of_save_checkpoint(tmp_path: Path) -> None:
     train = fitted(tmp_path)
     train.save_checkpoint(filepath=tmp_path / "a.ckpt", weights_only=None, storage_options=None)
     assert "optimizer_states" in torch.load(tmp_path / "a.ckpt", weights_only=True)
-    options: Any = {"ttl": 3}
-    with pytest.raises(InvalidArgumentError, match=r"storage_options=.*CheckpointIO"):
-        train.save_checkpoint(tmp_path / "b.ckpt", storage_options=options)
+    refused(InvalidArgumentError, "ns=.*CheckpointIO", train.save_checkpoint, "b", storage_options={"ttl": 3})
     with pytest.raises(MissingAttributeError, match=r"trainer\.fit\(model, ckpt_path='last'\)"):
         train.ckpt_path = "last"  # would have no effect
     assert train.ckpt_path is None
