@@ -82,6 +82,9 @@ class Drawing(Line):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.own.append(draws())
 
+    def on_validation_batch_start(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.shared += [("first batch", draws())][batch_idx:]
+
     def on_validation_batch_end(self, *arguments: Any) -> None:
         draws()  # on ranks with different numbers of batches
 
