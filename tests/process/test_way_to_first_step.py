@@ -9,7 +9,7 @@ MOST_FILES, MOST_CALLS = 75, 2_600  # 2,440 calls on an idle machine; timers and
 UNUSED = {
     *("callbacks/learning_rate_finder.py", "compatibility/lightning_classes.py", "data/combined_loader.py"),
     *("data/iterable.py", "gradient_sync/tensor_hooks.py", "gradient_sync/weights.py", "hyperparameters.py"),
-    *("process_group/distributed_optimizers.py", "process_group/lone_calls.py", "profilers/__init__.py"),
+    *("process_group/distributed_optimizers.py", "process_group/lone_calls.py", "profilers.py"),
     *("registry.py", "trainer/loops/bucket_order.py", "trainer/loops/evaluation.py"),
     *("trainer/loops/closures.py", "trainer/loops/manual.py", "trainer/loops/nonfinite.py"),
     *("trainer/loops/schedulers.py", "trainer/metrics/metric_objects.py"),
