@@ -29,7 +29,7 @@ from rankwise.launchers import Launcher, WorkerContext
 from rankwise.monitoring.heartbeat import report_phase, saving_in_hook_reported
 from rankwise.process_group import collectives, default_backend, objects, rank_zero_first
 from rankwise.process_group.lone_calls import awaited_between_jobs, is_after_failure, refuse_partly_updated
-from rankwise.ranks import RankInfo
+from rankwise.ranks import RankInfo, warn
 from rankwise.strategies.config import GroupConfig, PartField
 from rankwise.strategies.job import Job
 
@@ -232,8 +232,15 @@ def _awaited(strategy: Any, worker: WorkerContext, path: str | os.PathLike[str])
         problem = f"could not be written by global_rank={error.global_rank}: {error.failure}"
         remedy = error.ADVICE.format(global_rank=0)
         raise CheckpointError(os.fspath(path), problem, remedy) from None
-    except dist.DistError:
+    except dist.DistError as error:
         if worker.ranks.global_rank == 0:
             return  # it has written the file; the others are gone with the store
+        if isinstance(error, dist.DistNetworkError):
+            warn(
+                f"The program of global_rank=0 ended before this rank came to save {os.fspath(path)!r}, so "
+                "this rank cannot tell whether that was written; if not, global_rank=0 has raised why."
+            )
+            yield
+            return
         timeout_s = strategy.timeout.total_seconds()
         raise RendezvousTimeoutError("global_rank=0 to save a checkpoint, too", timeout_s) from None
