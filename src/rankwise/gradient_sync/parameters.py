@@ -116,7 +116,7 @@ def check_local_changes(module: nn.Module, strategy: object) -> None:
 
 def _has_accumulate_hooks(parameter: Tensor, strategy: object) -> bool:
     hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return any(
+    return bool(hooks) and any(
         not str(getattr(hook, "__module__", "")).startswith("rankwise.")
         and getattr(hook, "__self__", None) is not strategy
         for hook in hooks.values()
