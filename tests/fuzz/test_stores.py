@@ -139,7 +139,7 @@ def test_heartbeats_in_the_store(fuzzing: Fuzzing, capfd: pytest.CaptureFixture[
     """A damaged heartbeat is left out; the thread that reads it goes on."""
 
     def parse(random: Random) -> None:
-        monitor = StragglerMonitor(IDENTITIES, IDENTITIES[0], 0.1)
+        monitor = StragglerMonitor(IDENTITIES, IDENTITIES[0], warn_after_s=0.1)
         beats = [damaged_json(random, [3, 17, 0.5, random.random() < 0.5, "forward"]) for _ in IDENTITIES]
         monitor.look(store_with(heartbeat__0=beats[0], heartbeat__1=beats[1]))
 
@@ -175,7 +175,7 @@ def test_heartbeat_pages(fuzzing: Fuzzing, capfd: pytest.CaptureFixture[str]) ->
     file = create_memory_file()
     reader = HeartbeatReader(file)
     workers = [MonitoredRank(RANKS, None, reader)]
-    stragglers = LocalStragglerMonitor(workers, 0.1)
+    stragglers = LocalStragglerMonitor(workers, warn_after_s=0.1)
     teardown = TeardownTimeout(workers, 9.0, lambda rank, error: None)
 
     def parse(random: Random) -> None:

@@ -1,4 +1,4 @@
-"""Failure records: how one rank failed. Collect those of a job, and build the exception for the caller."""
+"""Describe how a rank has failed, and build the exception of a job from the records of its ranks."""
 
 from __future__ import annotations
 
@@ -202,19 +202,21 @@ def _is_library(frame: FrameType) -> bool:
 
 
 @final
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class FailureCollector:
     """The failures that ranks have reported, and the ends of processes that the supervisor has seen."""
 
     workers: Sequence[MonitoredRank]  # the supervisor's list of all local ranks
     on_failure: Callable[[FailureRecord], None] | None = None  # called with each record
-    stopped: list[int] = field(default_factory=list)  # the global ranks that were stopped after a failure
-    exited: list[FailureRecord] = field(default_factory=list)  # of scripts that ended by themselves
-    _records: list[FailureRecord] = field(default_factory=list)
-    _late: list[FailureRecord] = field(default_factory=list)
-    _stopped_at: dict[int, str] = field(default_factory=dict)  # tracebacks, by global rank
-    _started_s: float = field(default_factory=time.monotonic)
-    _heartbeats: dict[MonitoredRank, Heartbeat] = field(default_factory=dict)
+    # The global ranks that the supervisor stopped after the first failure.
+    stopped: list[int] = field(default_factory=list, init=False)
+    # Of ranks whose script has ended by itself, which is a failure where others need them.
+    exited: list[FailureRecord] = field(default_factory=list, init=False)
+    _records: list[FailureRecord] = field(default_factory=list, init=False)
+    _late: list[FailureRecord] = field(default_factory=list, init=False)
+    _stopped_at: dict[int, str] = field(default_factory=dict, init=False)  # tracebacks, by global rank
+    _started_s: float = field(default_factory=time.monotonic, init=False)
+    _heartbeats: dict[MonitoredRank, Heartbeat] = field(default_factory=dict, init=False)
 
     def __bool__(self) -> bool:
         return bool(self._records)

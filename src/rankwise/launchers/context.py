@@ -184,7 +184,7 @@ class WorkerContext:
         self.failure_exchange.subscribe(monitor, self._on_remote_failure)
         reply_to_status_queries(monitor, own, shows_stacks=not is_supervised)
         warn_after_s = stall_warning.total_seconds()
-        stragglers = StragglerMonitor(identities, own, warn_after_s, is_supervised=is_supervised)
+        stragglers = StragglerMonitor(identities, own, warn_after_s=warn_after_s, is_supervised=is_supervised)
         monitor.call_every(stragglers.interval_s, stragglers.look)
         try:
             yield

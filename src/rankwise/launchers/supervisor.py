@@ -198,7 +198,7 @@ class Supervisor:
         self._workers: list[SupervisedRank] = []
         self._table = StoreTable()
         self._failures = FailureCollector(self._workers, on_failure)
-        self._stalls = LocalStragglerMonitor(self._workers, options.stall_warning_s)
+        self._stalls = LocalStragglerMonitor(self._workers, warn_after_s=options.stall_warning_s)
         self._loop = EventLoop()
         self._shutdown = ShutdownSequence(
             self._workers, self._failures, self._loop, self._send, options, self._is_main_stuck

@@ -24,12 +24,13 @@ _SHORTEST_S, _LONGEST_S = 0.05, 86400.0
 LEAST_TO_LEAVE_S = 30.0  # for a process to end threads, run exit hooks and take down the interpreter
 
 
+@dataclass(eq=False, repr=False)
 class _Reporter:
     """Write a line about each rank that is in a phase for `warn_after_s` while others wait for it."""
 
-    warn_after_s: float  # also how often the line is repeated
-    _reported: dict[int, float]  # when, by rank
+    warn_after_s: float = field(kw_only=True)  # also how often the line is repeated
     _most_named = 8  # of the ranks that wait
+    _reported: dict[int, float] = field(default_factory=dict, init=False)  # when, by rank
 
     @property
     def interval_s(self) -> float:
@@ -67,14 +68,12 @@ def _is_waited_for(heartbeat: Heartbeat, others: Iterable[Heartbeat]) -> bool:
 
 
 @final
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class LocalStragglerMonitor(_Reporter):
     """Report stragglers among the ranks of one supervisor."""
 
     workers: Sequence[MonitoredRank]  # the supervisor's list, which grows
-    warn_after_s: float
     _most_named = sys.maxsize  # the ranks of one node are few
-    _reported: dict[int, float] = field(default_factory=dict, init=False)
     _exit_since_s: float | None = field(default=None, init=False)
 
     def expect_exit(self) -> None:
@@ -96,15 +95,14 @@ class LocalStragglerMonitor(_Reporter):
 
 
 @final
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class StragglerMonitor(_Reporter):
     """Report stragglers where no supervisor sees all ranks: each writes its heartbeat, rank zero reports."""
 
     identities: Sequence[RankIdentity]  # by global rank
     own: RankIdentity
-    warn_after_s: float
-    is_supervised: bool = False  # by who reports stragglers of this node that its other ranks wait for
-    _reported: dict[int, float] = field(default_factory=dict, init=False)
+    # Whether a supervisor reports the stragglers of this node that other ranks of the node wait for.
+    is_supervised: bool = field(default=False, kw_only=True)
     _looks: int = field(default=0, init=False)
     _seen: dict[RankIdentity, tuple[bytes, float]] = field(default_factory=dict, init=False)
 
@@ -141,15 +139,14 @@ def _key(identity: RankIdentity) -> str:
     return f"heartbeat/{identity.global_rank}"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Limit:
     """How long the local ranks may take for something. Call `look` every `interval_s`."""
 
     workers: Sequence[MonitoredRank]  # the supervisor's list, which grows
     limit_s: float | None  # None for no limit
-    on_timeout: Callable[
-        [MonitoredRank, Exception], None
-    ]  # called once, with a rank that waits, and the error
+    # Called once with the error and a rank: one that waits for the others, or has not ended.
+    on_timeout: Callable[[MonitoredRank, Exception], None]
     _looks: ClassVar[int]  # within the limit
 
     @property
@@ -159,7 +156,7 @@ class _Limit:
 
 
 @final
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class TeardownTimeout(_Limit):
     """Find a rank whose teardown takes longer than a collective may, or whose process does not exit.
 
@@ -196,7 +193,7 @@ class TimeLimit(Exception):
 
 
 @final
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class JobTimeLimit(_Limit):
     """Find a job that takes longer than `limit_s`."""
 
@@ -220,7 +217,7 @@ class JobTimeLimit(_Limit):
 
 
 @final
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class StopTimeout:
     """Find ranks that were asked to stop at a boundary of their loop, and do not reach one.
 

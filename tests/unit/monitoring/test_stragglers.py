@@ -35,7 +35,7 @@ def test_who_lags_is_reported_while_it_does(
 ) -> None:
     """With identity and phase, once in each interval, by rank zero alone; not when it goes on."""
     store = dist.HashStore()
-    watches = [StragglerMonitor(IDENTITIES, identity, 60.0) for identity in IDENTITIES]
+    watches = [StragglerMonitor(IDENTITIES, identity, warn_after_s=60.0) for identity in IDENTITIES]
     with heartbeat_written_to(NO_FILE):
         report_phase("data loading", step=7)
         watches[1].look(store)
@@ -63,7 +63,7 @@ def test_a_rank_that_writes_nothing_new_is_where_it_was(
     """A suspended rank ages by rank zero's clock; one that no rank waits for is not reported."""
     store = dist.HashStore()
     store.set("heartbeat/1", json.dumps([1, 3, 0.0, False, "forward"]))
-    watch = StragglerMonitor(IDENTITIES, IDENTITIES[0], 60.0)
+    watch = StragglerMonitor(IDENTITIES, IDENTITIES[0], warn_after_s=60.0)
     with heartbeat_written_to(NO_FILE):
         for waits in (False, True):
             report_phase("barrier" if waits else "running", step=3, waits=waits)
@@ -87,7 +87,7 @@ def test_what_the_supervisor_reports_is_not_told_twice(
     for rank in (0, 1, 2):
         phase = "barrier" if rank == waits else "running"
         store.set(f"heartbeat/{rank}", json.dumps([1, 3, 5.0 * (rank == 1), rank == waits, phase]))
-    StragglerMonitor(identities, identities[0], 1.0, is_supervised=is_supervised).look(store)
+    StragglerMonitor(identities, identities[0], warn_after_s=1.0, is_supervised=is_supervised).look(store)
     assert ("rankwise: global_rank 1 (node 0" in capfd.readouterr().err) is is_reported
 
 
@@ -102,7 +102,7 @@ def test_a_supervisor_names_all_ranks_that_wait(
         with heartbeat_written_to(descriptor):
             report_phase("backward", step=7, waits=rank > 0)
         os.close(descriptor)
-    monitor = LocalStragglerMonitor(workers, 60.0)
+    monitor = LocalStragglerMonitor(workers, warn_after_s=60.0)
     pass_time(61.0)
     monitor.look()
     [line] = capfd.readouterr().err.splitlines()
