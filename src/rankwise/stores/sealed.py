@@ -62,7 +62,6 @@ class SealedStore(dist.Store):
 
     def __init__(self, store: dist.Store, key: bytes) -> None:
         super().__init__()
-        self.underlying_store = store
         self._store: Any = store  # whose stubs do not say that it takes bytes
         self.problem = ""
         self._key = key
@@ -147,7 +146,7 @@ def seal(store: dist.Store, key: bytes) -> dist.Store:
 
 def unsealed(store: dist.Store) -> dist.Store:
     """Return the store below a sealed one, for torch, whose threads call it from C++."""
-    return store.underlying_store if isinstance(store, SealedStore) else store
+    return store._store if isinstance(store, SealedStore) else store
 
 
 def part_of(store: dist.Store, prefix: str) -> dist.Store:
