@@ -1,4 +1,4 @@
-"""Exchange failures and status through the store of a job of which no supervisor sees all ranks."""
+"""Publish failures, and query the ranks' status, through the job's store if no supervisor sees all ranks."""
 
 from __future__ import annotations
 
@@ -130,8 +130,12 @@ class FailureExchange:
     def wait_for_other_ranks(self, timeout: timedelta = _LONGEST_WAIT) -> None:
         """Wait until all ranks are done, so that a failure on one node fails the job on all.
 
-        The wait also ends when the others still run after `timeout`, or when the store is gone. Raises
-        `RemoteFailure` when a rank has failed; `resolve_cause` turns that into the failure.
+        The wait also ends when the others still run after `timeout`, or when the store is gone.
+
+        Raises:
+            RemoteFailure: when a rank has failed; `resolve_cause` turns it into that failure.
+            NodesLostError: when ranks do not reply after `timeout`.
+            PeerAuthenticationError: when no rank has written what the store has as a failure.
         """
         outcome = b""
 
@@ -166,7 +170,7 @@ class FailureExchange:
         """
         if self._received is not None:
             return self._received
-        limit_s = _REQUESTS_S + 2 * len(self.identities) * _REQUEST_OF_A_RANK_S
+        limit_s = _REQUESTS_S + 2 * self._each_rank_s
         try:
             found = _call_checked(lambda: self._record_or_report(error, is_timeout), limit_s)
         except PeerAuthenticationError as forged:
@@ -204,8 +208,7 @@ class FailureExchange:
 
     def _collected(self, key: str) -> list[_Reply]:
         """Return the replies of all ranks that the collector has published; nothing without them."""
-        limit_s = _COLLECT_S + len(self.identities) * _REQUEST_OF_A_RANK_S
-        if wait_for_keys(self.store, [key], timedelta(seconds=limit_s)):
+        if wait_for_keys(self.store, [key], timedelta(seconds=_COLLECT_S + self._each_rank_s)):
             with suppress(ProcessGroupError):  # damaged
                 replies = read_value(self.store, key, list[_Reply])
                 return replies if len(replies) == len(self.identities) else []
@@ -230,6 +233,11 @@ class FailureExchange:
                 last_seen.append(line)
                 missing += [] if waits else [each.global_rank]
         return StatusReport(tuple(missing), tuple(last_seen), tuple(lost))
+
+    @property
+    def _each_rank_s(self) -> float:
+        """How long a request for each rank may take."""
+        return len(self.identities) * _REQUEST_OF_A_RANK_S
 
 
 def _call_checked(request: Callable[[], T], limit_s: float) -> list[T]:
@@ -325,7 +333,10 @@ def _as_local(cause: bytes, ranks: RankInfo, *others: FailureRecord) -> tuple[Ba
 @final
 @dataclass(eq=False)
 class CrossNodeFailures:
-    """Publish failures of this node's ranks that were killed, called `os._exit`, or met no other node."""
+    """Publish the failures of this node's ranks that the ranks could not publish themselves.
+
+    The ranks were killed, called `os._exit`, or failed before they had met the other nodes.
+    """
 
     endpoint: RendezvousEndpoint | None  # None for a job on one node, which publishes nothing
     ranks: RankInfo  # of this node's first process
