@@ -201,9 +201,9 @@ def _reduced_like(value: Any, group: dist.ProcessGroup | None, name: str) -> Any
 
 def _reduced(tensor: torch.Tensor, group: dist.ProcessGroup | None, name: str) -> torch.Tensor:
     # In a dtype in which no part of a sum overflows, and that every back end supports.
-    is_real = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-    real = torch.float32 if tensor.dtype.itemsize < torch.float32.itemsize else tensor.dtype
-    result = tensor.detach().to(real if is_real else torch.int64, copy=True)
+    is_inexact = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    inexact = torch.float32 if tensor.dtype.itemsize < torch.float32.itemsize else tensor.dtype
+    result = tensor.detach().to(inexact if is_inexact else torch.int64, copy=True)
     is_shifted = tensor.dtype is torch.uint64 and name in _ORDERED  # int64 has another order
     if is_shifted:
         result ^= _SIGN_BIT
@@ -219,7 +219,7 @@ def _reduced(tensor: torch.Tensor, group: dist.ProcessGroup | None, name: str) -
         result = result / size
     if is_shifted:
         result ^= _SIGN_BIT
-    return result.to(tensor.dtype) if is_real or name in _ORDERED else result
+    return result.to(tensor.dtype) if is_inexact or name in _ORDERED else result
 
 
 def barrier(group: dist.ProcessGroup | None = None) -> None:

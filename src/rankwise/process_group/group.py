@@ -1,4 +1,4 @@
-"""Create, check, join and destroy the default process group, and choose its back end."""
+"""Create, check and destroy the default process group, and let a program's own calls join and leave it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ from rankwise.stores.tcp import open_store, seal_default_store
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _RELEASE_S = 0.02
 _SHORTEST_NAME = 2  # torch ignores a shorter value
-_NOT_OPTIONS = ("init_method", "world_size", "rank", "store", "device_id")  # others replace these of torch's
+# Arguments of torch's function that rankwise's own replace.
+_NOT_OPTIONS = ("init_method", "world_size", "rank", "store", "device_id")
 _LIGHTNINGS_NAMES = {
     "cluster_environment": "init_process_group(environment=...).",
     "torch_distributed_backend": 'init_process_group(backend="gloo").',
@@ -416,9 +417,10 @@ class _JobGroup:
     num_joined: int = 0
 
 
-_lock = threading.Lock()
+_joinable_lock = threading.Lock()
 _job_groups: list[_JobGroup] = []  # the last one is the innermost job's
-_plain: dict[str, Callable[..., Any]] = {}  # torch's functions by name, while others stand in for them
+# Torch's functions by name, while others stand in for them.
+_plain_functions: dict[str, Callable[..., Any]] = {}
 
 
 @contextmanager
@@ -431,14 +433,14 @@ def group_joinable() -> Iterator[None]:
     Mutates: the two functions, until the block ends.
     """
     group = _JobGroup()
-    with _lock:
+    with _joinable_lock:
         if not _job_groups:
             _replace()
         _job_groups.append(group)
     try:
         yield
     finally:
-        with _lock:
+        with _joinable_lock:
             _job_groups.remove(group)
             if not _job_groups:
                 _restore()
@@ -451,8 +453,12 @@ def count_joined() -> None:
 
 
 def create_or_join(*args: Any, **kwargs: Any) -> None:
-    """Do what torch's `init_process_group` does, or join the job's group if there is one."""
-    plain = _plain["init_process_group"]
+    """Do what torch's `init_process_group` does, or join the job's group if there is one.
+
+    Raises:
+        ProcessGroupError: when the job's group has another back end, rank or size.
+    """
+    plain = _plain_functions["init_process_group"]
     if not dist.is_initialized():
         plain(*args, **kwargs)
         return
@@ -474,7 +480,7 @@ def create_or_join(*args: Any, **kwargs: Any) -> None:
 
 def destroy_or_leave(*args: Any, **kwargs: Any) -> None:
     """Do what torch's `destroy_process_group` does; for the job's group that was joined only count it."""
-    plain = _plain["destroy_process_group"]
+    plain = _plain_functions["destroy_process_group"]
     of = inspect.signature(plain).bind(*args, **kwargs).arguments.get("group")
     joined = [group for group in _job_groups[-1:] if group.num_joined]
     if not joined or not dist.is_initialized() or (of is not None and of is not dist.group.WORLD):
@@ -499,6 +505,7 @@ def _check_asked(given: dict[str, Any]) -> None:
         )
 
 
+# Run as the code of torch's functions, with torch's globals: hence the imports of this very module.
 def _init(*args: Any, **kwargs: Any) -> None:
     from rankwise.process_group.group import create_or_join
 
@@ -511,7 +518,6 @@ def _destroy(*args: Any, **kwargs: Any) -> None:
     destroy_or_leave(*args, **kwargs)
 
 
-# Their code runs with torch's global names, so it imports what it needs.
 _STAND_INS = {"init_process_group": _init, "destroy_process_group": _destroy}
 
 
@@ -522,15 +528,15 @@ def _replace() -> None:
             code, defaults = function.__code__, function.__defaults__
             plain = types.FunctionType(code, function.__globals__, name, defaults)
             plain.__kwdefaults__ = function.__kwdefaults__
-            _plain[name] = plain
+            _plain_functions[name] = plain
             function.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]  # for `inspect`
             function.__code__ = stand_in.__code__
 
 
 def _restore() -> None:
-    for name in list(_plain):
+    for name in list(_plain_functions):
         function: Any = _innermost(name)
-        function.__code__ = _plain.pop(name).__code__
+        function.__code__ = _plain_functions.pop(name).__code__
         del function.__signature__
 
 

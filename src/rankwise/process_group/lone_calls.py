@@ -1,4 +1,7 @@
-"""Refuse collectives in what only this rank runs: the block of `rank_zero_first`, hooks after a failure."""
+"""Provide `rank_zero_first`, and refuse collectives in what only this rank runs.
+
+That is the block of `rank_zero_first` on the rank that runs it first, and hooks after a failure on this rank.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,11 @@ _REMEDY = (
 
 @final
 class _LoneBlocks(threading.local):
-    """What this thread, but not its forks, runs while other ranks do not. A task would keep a context."""
+    """What this thread, but not its forks, runs while other ranks do not."""
 
+    # Not a ContextVar: it would outlive the block in an asyncio task.
     first_pid = 0  # of the process that runs the block of `rank_zero_first()` first
-    is_local = False  # whether only the ranks of this node wait for that block
+    is_first_local = False  # whether only the ranks of this node wait for that block
     failed_pid = 0  # of the process in hooks after a failure
     was_in_optimizer_step = False  # which the failure has cut: no state may be saved
 
@@ -95,7 +99,7 @@ def rank_zero_first(
     block = store.add(f"rank_zero_first/{scope}/blocks of {dist.get_rank()}", 1)  # the same on every rank
     key = f"rank_zero_first/{scope}/{block}"
     if is_first:
-        running = _running(refuse_lone_call, first_pid=os.getpid(), is_local=local)
+        running = _running(refuse_lone_call, first_pid=os.getpid(), is_first_local=local)
         with _publish_outcome(store, key, dist.get_rank()), running:
             yield
     else:
@@ -155,7 +159,7 @@ def refuse_lone_call(call: str, group_size: int | None) -> None:
     if _blocks.first_pid != os.getpid():
         return
     # Where only a node's ranks wait, the first ranks of all nodes may use a group of their own.
-    if not _blocks.is_local or group_size is None or group_size == dist.get_world_size():
+    if not _blocks.is_first_local or group_size is None or group_size == dist.get_world_size():
         state = "in the block of rank_zero_first(), which the other ranks wait for"
         raise _lone_call_error(call, state, "call it before or after that block.")
 
@@ -170,7 +174,10 @@ def is_after_failure() -> bool:
 
 
 def collectives_refused_after_failure(*, was_in_optimizer_step: bool = False) -> AbstractContextManager[None]:
-    """Return the block of hooks after a failure on this rank, in which its collectives raise."""
+    """Return the block of hooks after a failure on this rank, in which its collectives raise.
+
+    Enter the block in the thread that makes it.
+    """
     facts = {"failed_pid": os.getpid(), "was_in_optimizer_step": was_in_optimizer_step}
     return _running(lambda call, group_size: refuse_after_failure(call), **facts)
 
