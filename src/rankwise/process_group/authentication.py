@@ -115,7 +115,7 @@ def groups_authenticated(job_key: bytes | None, timeout: timedelta) -> Iterator[
     `job_key` is a secret of the job's ranks that is not in their store; it may be empty. None: the key of the
     job that this process is in, or else of the environment. `timeout` is for the exchange.
 
-    Mutates two names of `torch.distributed.distributed_c10d`, until the block ends.
+    Mutates: two names of `torch.distributed.distributed_c10d`, until the block ends.
     """
     settings = _JobSettings(_settings().key if job_key is None else job_key, timeout)
     with _lock:
@@ -191,9 +191,13 @@ def _devices() -> list[Any]:
 
 
 def key_of(group: dist.ProcessGroup | None = None) -> GroupKey:
-    """Return a group's key; authenticate the ranks first, where the group was created in no job. Collective.
+    """Return a group's key; authenticate the ranks first, where the group was created in no job.
 
-    Raises `PeerAuthenticationError` when another process has a rank's place.
+    Collective: every rank of the group must call this.
+
+    Raises:
+        PeerAuthenticationError: when another process has a rank's place.
+        RendezvousTimeoutError: when a rank is missing.
     """
     found: Any = dist.group.WORLD if group is None else group
     if found not in _keys:

@@ -64,7 +64,10 @@ class CollectiveCheck:
         return intercepted(self._compare)
 
     def finish(self) -> None:
-        """Check that all ranks are done, so that none waits for another one in a collective. Collective."""
+        """Check that all ranks are done, so that no rank waits for another one in a collective.
+
+        Collective: every rank must call this.
+        """
         world = dist.group.WORLD
         for group in list(distributed_c10d._world.pg_names):  # torch has no public list of groups
             if group is not world and group.size() > 1:

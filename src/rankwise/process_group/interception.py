@@ -74,7 +74,8 @@ _undo: list[Callable[[], None]] = []
 def intercepted(observer: Observer) -> Iterator[None]:
     """Call `observer` before each collective of this process, in its thread; its exceptions propagate.
 
-    Mutates methods of `torch.distributed.ProcessGroup`, two functions of `torch.distributed` in the block.
+    Mutates: methods of `torch.distributed.ProcessGroup`, and two functions of `torch.distributed`, until the
+    block ends.
     """
     with _lock:
         if not observers:
@@ -90,7 +91,10 @@ def intercepted(observer: Observer) -> Iterator[None]:
 
 
 def own_calls_intercepted(observer: Observer, *, also_ours: bool = False) -> AbstractContextManager[None]:
-    """Call `observer` before each collective that the user's code, or `also_ours`, runs in this thread."""
+    """Call `observer` before each collective that the user's code (with `also_ours`: rankwise's too) runs.
+
+    Only collectives of this thread count. Enter the block in the thread that makes it.
+    """
     thread = threading.get_ident()
 
     def observe(call: Call) -> None:

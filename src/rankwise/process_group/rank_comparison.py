@@ -64,7 +64,11 @@ def digest_of(tensor: Tensor) -> str:
 
 
 def joint_digest(tensors: Iterable[Tensor]) -> str:
-    """Return a digest of the bits of dense tensors in order, by one transfer for each run of a device."""
+    """Return a digest of the bits of dense tensors, in their order.
+
+    It takes one transfer for consecutive tensors of one device. Words are summed by `_CHUNK`, so that it
+    takes the memory of a part of a tensor.
+    """
     runs = groupby(tensors, attrgetter("device"))
     with torch.no_grad():
         return " ".join(f"{int(_sum_of(map(_words_of, run), device)) % 2**64:016x}" for device, run in runs)

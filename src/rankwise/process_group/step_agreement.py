@@ -51,8 +51,8 @@ class StopAgreement:
     so is `end_parts`, after a rank's last part; from there on the whole step counts as begun.
 
     The first rank that asked, the collector, reads all answers; the highest is the last step of all ranks.
-    So the requests of any other rank do not grow with the world. It is a `StopAgreementError` if a rank does
-    not answer in time.
+    So the requests of any other rank do not grow with the world. `begin_step`, `begin_part`, `end_parts` and
+    `finish` raise `StopAgreementError` if a rank does not answer in time.
     """
 
     ranks: RankInfo
@@ -71,13 +71,19 @@ class StopAgreement:
             self.monitor.subscribe(_KIND, self._on_request)
 
     def close(self) -> None:
-        """Answer later requests after the loop has failed, so that no rank waits; not if the store hangs."""
+        """Answer later requests after the loop has failed, so that no rank waits for this one.
+
+        The answer is given up if the store does not reply.
+        """
         self._begun = _ENDED
         if self.monitor is not None and self._limit is None:
             call_store(partial(self._on_request, ""), _CLOSE_S)
 
     def request(self, reason: str) -> None:
-        """Request that all ranks stop soon. Runs on: any thread, signal handlers, as it only sets flags."""
+        """Request that all ranks stop; the request acts at this rank's next boundary.
+
+        Runs on: any thread, and signal handlers, as it only sets flags.
+        """
         if self._own_reason is None:
             self._own_reason = reason
         self._is_pending = True

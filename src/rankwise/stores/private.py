@@ -63,7 +63,10 @@ class StoreTable:
         self._names_by_key: dict[bytes, dict[object, None]] = {}
 
     def handle(self, request: bytes, reply: Reply, name: object = None) -> None:
-        """Reply to a `PrivateStore`, now or later, or raise `ValueError`; `name` is for `cancel`."""
+        """Reply to a request of a `PrivateStore`, now or later; raise `ValueError` if it is not a request.
+
+        `name` is for `cancel`.
+        """
         operation, *fields = unpack_fields(request)
         if operation == b"wait" or (operation == b"get" and len(fields) == 1):
             name = object() if name is None else name

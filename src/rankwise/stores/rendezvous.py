@@ -1,4 +1,4 @@
-"""Rendezvous: all ranks exchange their identities in the store, and agree on the number of the restart."""
+"""Let all ranks exchange their identities in the store, and number the restarts of an elastic job."""
 
 from __future__ import annotations
 
@@ -243,7 +243,10 @@ def current_restart(environment: ClusterEnvironment | None = None) -> RestartInf
 def find_restart(
     address: tuple[str, int], store: dist.Store, ranks: RankInfo, timeout: timedelta
 ) -> RestartInfo:
-    """Return this process's restart, and cache it; the ranks agree on it once, in a store. Collective."""
+    """Return this process's restart, and cache it; the ranks agree on it once, in the agents' store.
+
+    Collective: every rank must call this.
+    """
     key = (address, os.getpid() if ranks.world_size == 1 else 0)
     if key not in _agreed:
         _agreed[key] = agree_on_restart(store, ranks, timeout)

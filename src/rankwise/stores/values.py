@@ -28,9 +28,10 @@ def read_value(store: Store, key: str, kind: type[T]) -> T:
 
 
 def decoded(kind: type[T], text: bytes | str, source: str, remedy: str = _ANOTHER_JOB) -> T:
-    """Return the value in a JSON text from a source; raise `ProcessGroupError` if it is not of a type.
+    """Return the value in a JSON text; raise `ProcessGroupError` if it is not of a type.
 
-    Types are bool, int, float, str, None, dataclasses, and list, dict, tuple and unions of them.
+    `source` says where the text comes from. Types are bool, int, float, str, None, dataclasses, and list,
+    dict, tuple and unions of them.
     """
     try:
         value: T = _checked(kind, json.loads(text))

@@ -60,7 +60,10 @@ def call_store(request: Callable[[], T], limit_s: float) -> list[T]:
 
 @final
 class StoreCounter:
-    """Count in a store how many ranks of a group (None: all) vote for something. Collective."""
+    """Count in a store how many ranks of a group (None: all) vote for something, again and again.
+
+    Collective: every rank must make one, and then hold the same votes.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
         self._ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
@@ -71,7 +74,10 @@ class StoreCounter:
         self._prefix = f"{scope}/{series}"
 
     def count(self, number: int, *, is_for: bool) -> int:
-        """Vote, and return how many ranks voted for it. Collective: every rank must call this."""
+        """Vote, and return how many ranks voted for it.
+
+        Collective: every rank must call this.
+        """
         votes, result = self._keys(number)
         if isinstance(self._store, SealedStore):  # a stranger can change what `add` counts
             self._store.set(self._vote_key(number, dist.get_rank()), json.dumps([number, is_for]))
