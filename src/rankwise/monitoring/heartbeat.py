@@ -63,7 +63,10 @@ def heartbeat_written_to(descriptor: int | None) -> Iterator[None]:
 
 
 def report_phase(phase: str, *, step: int | None = None, waits: bool = False) -> None:
-    """Write this rank's phase and step (None: as before), if it has a heartbeat; `waits`: for other ranks."""
+    """Write this rank's phase and step (None: as before), if it has a heartbeat.
+
+    `waits`: whether the phase ends only when other ranks come.
+    """
     global _current
     if _page is None:
         return

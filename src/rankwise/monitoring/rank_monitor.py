@@ -28,10 +28,13 @@ Post = Callable[[bytes, Callable[[bytes | None], None]], object]
 
 
 def send_message(store: dist.Store, ranks: Iterable[int], kind: str, text: str = "") -> None:
-    """Put a message into the mailboxes of some ranks, unless the same message is there already."""
+    """Put a message into the mailboxes of some ranks, unless the same message is there already.
+
+    `compare_set` finds the next free key, so a sender that is killed leaves no gap.
+    """
     message = f"{kind}:{text}".encode()
     for rank in ranks:
-        number = 1  # of the next free key: a sender that is killed leaves no gap
+        number = 1
         while store.compare_set(message_key(rank, number), "", message.decode()) != message:
             number += 1
 
@@ -58,7 +61,10 @@ class RankMonitor(ABC):
         self._has_started = False
 
     def subscribe(self, kind: str, on_message: Callable[[str], None]) -> None:
-        """Call `on_message` for each message of a kind, in the monitor's thread; here for one that came."""
+        """Call `on_message` with the text of each message of a kind, in the monitor's thread.
+
+        If messages have arrived already, the last one is delivered at once, in the calling thread.
+        """
         with self._lock:
             self._subscribers[kind] = on_message
             text = self._undelivered.pop(kind, None)

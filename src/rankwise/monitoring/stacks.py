@@ -31,7 +31,10 @@ _PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 @contextmanager
 def stacks_on_signal() -> Iterator[None]:
-    """Write this process's stacks to stderr on SIGUSR2 in the block, unless the signal has a handler."""
+    """Write this process's stacks to stderr on SIGUSR2 in the block, also while it is in a C call.
+
+    Nothing changes outside the main thread, or where the signal has a handler already.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(STACKS_SIGNAL) is not signal.SIG_DFL:
         yield
