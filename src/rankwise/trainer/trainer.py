@@ -281,6 +281,7 @@ class Trainer(TrainerProperties):
         Returns:
             What was logged, for each loader; each sample counted once, the same on every rank.
         """
+        check_choice("verbose", verbose, (True, False))
         arguments.check_weights_only(weights_only)
         loaders = StageLoaders("validate", {"validate": dataloaders}, datamodule)
         return self._evaluate(Stage(loaders, ckpt_path=ckpt_path), model, verbose)
@@ -296,6 +297,7 @@ class Trainer(TrainerProperties):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Evaluate a module on test data; see `validate`."""
+        check_choice("verbose", verbose, (True, False))
         arguments.check_weights_only(weights_only)
         loaders = StageLoaders("test", {"test": dataloaders}, datamodule)
         return self._evaluate(Stage(loaders, ckpt_path=ckpt_path), model, verbose)
@@ -372,7 +374,6 @@ class Trainer(TrainerProperties):
             save_checkpoint(self.context(self._fitted_module), filepath, weights_only=bool(weights_only))
 
     def _evaluate(self, stage: Stage, model: Any, verbose: bool) -> list[dict[str, float]]:
-        check_choice("verbose", verbose, (True, False))
         metrics: list[dict[str, float]] = self._launch(stage, model)
         if verbose and any(metrics) and self.is_global_zero and not self.barebones:
             sys.stdout.write(f"{metrics_table(stage.name, metrics)}\n")
