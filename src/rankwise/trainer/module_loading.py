@@ -93,8 +93,8 @@ def load_from_checkpoint(
     module.configure_model()
     module.on_load_checkpoint(checkpoint)
     weights = weights_in(checkpoint, path)
+    strict = module.strict_loading if strict is None else strict
     with loaded_into(type(module).__name__, path, "state_dict", RuntimeError, SAME_MODULE):
-        strict = module.strict_loading if strict is None else strict
         different = module.load_state_dict(weights, strict=strict)
     warn_of_different_weights(path, module, different.missing_keys, different.unexpected_keys)
     tensors = (tensor for tensor in weights.values() if isinstance(tensor, Tensor))
