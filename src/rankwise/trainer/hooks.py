@@ -192,10 +192,13 @@ def _check_methods(owner: object, kind: Owner, base: type) -> list[Hook]:
     defined = [_BY_NAME[name] for name in own_methods(owner, base, _NAMES[kind])]
     first = ["trainer", "module"] if kind == "callback" else []
     for hook in defined:
-        if "dataloader_iter" in _parameters_of(getattr(owner, hook.name)):
-            called = f"{type(owner).__name__}.{hook.name}()"
+        called, method = f"{type(owner).__name__}.{hook.name}", getattr(owner, hook.name)
+        if not hook.name.endswith("_dataloader"):  # a stage checks those that it calls
+            remedy = "this is the name of a hook: give the attribute another name."
+            checks.check_callable(called, method, "a method", remedy)
+        if "dataloader_iter" in _parameters_of(method):
             raise ConfigurationError(
-                message=f"{called} takes dataloader_iter, which is not supported.",
+                message=f"{called}() takes dataloader_iter, which is not supported.",
                 facts="the Trainer reads the loaders, so that a run can stop and continue at any batch.",
                 remedy=f"def {hook.name}(self, batch, batch_idx).",
             )
