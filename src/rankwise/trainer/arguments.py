@@ -218,7 +218,10 @@ def collect_callbacks(given: Mapping[str, Any]) -> list[Callback]:
 
 
 def with_module_callbacks(callbacks: list[Callback], returned: Any, added: set[type]) -> list[Callback]:
-    """Return callbacks with those of `configure_callbacks`, which replace some; each type is `added` once."""
+    """Return callbacks with those of `configure_callbacks`, which replace some.
+
+    Leaves out types in `added`, and adds to it.
+    """
     given = _callbacks("configure_callbacks()", returned)
     own = [callback for callback in given if type(callback) not in added]
     added.update(map(type, own))

@@ -239,7 +239,7 @@ def num_step_arguments(module: TrainingModule, step: str, num_loaders: int = 1) 
 
 
 def training_outputs(returned: Any, num_batches: int) -> dict[str, Any]:
-    """Return what `on_train_batch_end` gets: a dictionary, with the loss divided by `num_batches`."""
+    """Return what `on_train_batch_end` gets: a dictionary, with a detached loss, divided by `num_batches`."""
     outputs = {"loss": returned} if isinstance(returned, Tensor) else {}
     if isinstance(returned, Mapping):
         outputs = dict(returned)
@@ -381,7 +381,10 @@ class Hooks:
         return call_with_batch
 
     def call_saving_hooks(self, checkpoint: dict[str, Any], *, weights_only: bool) -> None:
-        """Call `on_save_checkpoint` of callbacks and module; with `weights_only` the module's alone."""
+        """Call `on_save_checkpoint` of callbacks and module.
+
+        With `weights_only` call the module's alone, as Lightning does.
+        """
         with self.stage.random.shared("on_save_checkpoint"):
             for callback in () if weights_only else self.trainer.callbacks:
                 callback.on_save_checkpoint(self.trainer, self.module, checkpoint)

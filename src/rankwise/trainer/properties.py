@@ -129,6 +129,7 @@ class TrainerProperties:
     val_dataloaders: Any = _of_phase("_stage.loaders", "validate")
     test_dataloaders: Any = _of_phase("_stage.loaders", "test")
     predict_dataloaders: Any = _of_phase("_stage.loaders", "predict")
+    # How many batches of each loader this rank runs:
     num_val_batches: list[float] = _of_phase("state.num_batches", "validate", list)
     num_test_batches: list[float] = _of_phase("state.num_batches", "test", list)
     num_predict_batches: list[float] = _of_phase("state.num_batches", "predict", list)
@@ -136,7 +137,9 @@ class TrainerProperties:
     optimizers: list[Optimizer] = _forwarded("_optimizers.created.optimizers")
     lr_scheduler_configs: list[SchedulerConfig] = _forwarded("_optimizers.created.schedulers")
 
-    lightning_module: TrainingModule | None = _read_only("_module")  # of the last stage
+    lightning_module: TrainingModule | None = _read_only(
+        "_module"
+    )  # of the last stage; None before the first
     current_epoch: int = _read_only("progress.current_epoch")
     global_step: int = _read_only("progress.global_step")
 
@@ -292,9 +295,10 @@ class TrainerProperties:
 
     @contextlib.contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Create a module's parameters in the block as training keeps them: in its dtype, on its device.
+        """Create a module's parameters in the block as training keeps them, in the precision's dtype.
 
-        They are on this process's device, or on the CPU if other processes train: these get a copy.
+        With a mixed precision they have 32 bits. They are on this process's device, or on the CPU if other
+        processes train: these get a copy.
 
         Raises:
             InvalidArgumentError: for `empty_init=True`: parameters are always initialised.

@@ -309,7 +309,10 @@ class LoopContext:
         return self.hooks.trainer.datamodule
 
     def part_streams(self, seed: int) -> None:
-        """Begin a random stream of this rank for forward, backward and data; hooks draw the same numbers."""
+        """Begin a random stream of this rank for forward, backward and data, if there are several ranks.
+
+        In hooks and optimizers all ranks draw the same numbers.
+        """
         strategy, progress = self.strategy, self.state.progress
         if strategy.world_size == 1:
             return

@@ -101,7 +101,10 @@ def _optimizer_states(context: LoopContext) -> Any:
 
 
 def restore(context: LoopContext, state: ReturnedState) -> None:
-    """Give the calling process's objects the worker's state; warn of parts that cannot be returned."""
+    """Give the calling process's objects the worker's state; parameters keep their identity.
+
+    A part that cannot be returned stays as it is, with a warning that names it.
+    """
     strategy, known = context.strategy, known_to_caller(context)
     give: dict[str, Callable[[Any], object]] = {
         "progress and metrics": partial(_restore_progress, context),
