@@ -30,7 +30,12 @@ from rankwise.trainer.consistency import compare_ranks
 from rankwise.trainer.data import DataModule
 from rankwise.trainer.data.data_module import is_own
 from rankwise.trainer.module import is_defined
-from rankwise.trainer.module_loading import SAME_MODULE, loaded_into, warn_of_different_weights, weights_in
+from rankwise.trainer.module_loading import (
+    BUILD_SAME_MODULE,
+    loaded_into,
+    warn_of_different_weights,
+    weights_in,
+)
 from rankwise.trainer.state import LoopContext, Progress
 from rankwise.trainer.state_transfer import RankState, gather_rank_states
 
@@ -375,7 +380,7 @@ def restore_module(context: LoopContext, checkpoint: dict[str, Any]) -> None:
     context.hooks.call_loading_hooks(checkpoint, path)
     context.strategy.precision.prepare_to_load(context.module)
     module, weights = context.module, checkpoint["state_dict"]
-    with loaded_into(type(module).__name__, path, "state_dict", RuntimeError, SAME_MODULE):
+    with loaded_into(type(module).__name__, path, "state_dict", RuntimeError, BUILD_SAME_MODULE):
         context.strategy.load_module_state_dict(module, weights, strict=module.strict_loading)
     if not module.strict_loading:
         own = module.state_dict()

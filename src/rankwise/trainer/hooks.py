@@ -76,7 +76,7 @@ def _of_evaluation(kind: str) -> Iterator[Hook]:
         yield _of_module(f"on_{kind}_model_train")
 
 
-_CLIPPED = "optimizer, gradient_clip_val, gradient_clip_algorithm"
+_CLIPPING_ARGUMENTS = "optimizer, gradient_clip_val, gradient_clip_algorithm"
 HOOKS: Sequence[Hook] = (
     _of_module("configure_callbacks"),
     Hook("prepare_data", owners=_OF_DATA),
@@ -101,7 +101,7 @@ HOOKS: Sequence[Hook] = (
     _of_module("backward", "loss"),
     Hook("on_after_backward"),
     Hook("on_before_optimizer_step", "optimizer"),
-    _of_module("configure_gradient_clipping", _CLIPPED, is_automatic=True),
+    _of_module("configure_gradient_clipping", _CLIPPING_ARGUMENTS, is_automatic=True),
     _of_module("lr_scheduler_step", "scheduler, metric", is_automatic=True),
     Hook("on_train_batch_end", "outputs, batch, batch_idx"),
     *_of_evaluation("validation"),

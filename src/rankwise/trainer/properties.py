@@ -59,7 +59,9 @@ def _of_phase(path: str, phase: str, default: Callable[[], Any] = lambda: None) 
 
 def _first(kind: type[Callback]) -> Any:
     """Return a property: the first callback of `kind`, or None."""
-    return property(lambda self: next((item for item in self.callbacks if isinstance(item, kind)), None))
+    return property(
+        lambda trainer: next((item for item in trainer.callbacks if isinstance(item, kind)), None)
+    )
 
 
 def _all(kind: type[Callback]) -> Any:
@@ -203,17 +205,21 @@ class TrainerProperties:
     def module(self) -> TrainingModule:
         """The module of the last stage."""
         if self._module is None:
-            raise LifecycleError("Trainer.module", "new", "a stage before it", "trainer.fit(model, ...)")
+            raise LifecycleError(
+                "Trainer.module", state="new", needed="a stage before it", remedy="trainer.fit(model, ...)"
+            )
         return self._module
 
     @property
     def manual_optimization(self) -> ManualOptimization:
         """Runs the steps of a module with `automatic_optimization = False`."""
         if self.running_manual_optimization is None:
-            state = self._stage.name or "no stage"
-            needed = "a fit of a module with automatic_optimization = False"
-            remedy = "set self.automatic_optimization = False in __init__."
-            raise LifecycleError("a method of manual optimisation", state, needed, remedy)
+            raise LifecycleError(
+                "a method of manual optimisation",
+                state=self._stage.name or "no stage",
+                needed="a fit of a module with automatic_optimization = False",
+                remedy="set self.automatic_optimization = False in __init__.",
+            )
         return self.running_manual_optimization
 
     @property

@@ -199,9 +199,15 @@ class Trainer(TrainerProperties):
         self.loggers = arguments.collect_loggers(keywords["logger"], self.default_root_dir)
         if self.fast_dev_run:
             self.callbacks, self.loggers = _for_dev_run(self.callbacks), []
-        of_strategy = ("accelerator", "devices", "num_nodes", "sync_batchnorm")
-        given = {name: keywords[name] for name in of_strategy}
-        self.strategy = bound_strategy(strategy, precision, plugins, **given)
+        self.strategy = bound_strategy(
+            strategy,
+            precision,
+            plugins,
+            sync_batchnorm=sync_batchnorm,
+            accelerator=accelerator,
+            devices=devices,
+            num_nodes=num_nodes,
+        )
         self.datamodule: DataModule | None = None
         # The last module whose `configure_callbacks` was called, and the types of the callbacks added by it.
         self._configured: tuple[TrainingModule, set[type]] | None = None
@@ -362,7 +368,9 @@ class Trainer(TrainerProperties):
         expected = "None: Trainer(plugins=[a CheckpointIO with options of its own])"
         check_value("storage_options", storage_options, storage_options is None, expected)
         if self._fitted_module is None:
-            raise LifecycleError("save_checkpoint()", "new", "a fit", "call trainer.fit(model, ...) first.")
+            raise LifecycleError(
+                "save_checkpoint()", state="new", needed="a fit", remedy="call trainer.fit(model, ...) first."
+            )
         if self._has_trained_elsewhere:
             _log.warning(
                 "%s is not written by the calling process, whose module is not trained: the ranks call "
