@@ -139,9 +139,8 @@ class TrainerProperties:
     optimizers: list[Optimizer] = _forwarded("_optimizers.created.optimizers")
     lr_scheduler_configs: list[SchedulerConfig] = _forwarded("_optimizers.created.schedulers")
 
-    lightning_module: TrainingModule | None = _read_only(
-        "_module"
-    )  # of the last stage; None before the first
+    # Of the last stage; None before the first:
+    lightning_module: TrainingModule | None = _read_only("_module")
     current_epoch: int = _read_only("progress.current_epoch")
     global_step: int = _read_only("progress.global_step")
 
