@@ -58,7 +58,7 @@ def _check_limit(name: str, value: Any, *, is_zero_allowed: bool = True) -> None
 def _option(
     check: Callable[..., None], *, is_optional: bool = False, default: Any = None, **arguments: Any
 ) -> Any:
-    """Return a checked field; None is accepted with `is_optional`, and stands for a `default`."""
+    """Return a checked field. None stands for `default`; with `is_optional` it is accepted as None."""
     checked = partial(check, **arguments)
     return field(metadata={"check": checked, "is_optional": is_optional, "default": default})
 
@@ -77,7 +77,7 @@ class TrainerOptions:
     limit_val_batches: int | float = _option(_check_limit, default=1.0)
     limit_test_batches: int | float = _option(_check_limit, default=1.0)
     limit_predict_batches: int | float = _option(_check_limit, default=1.0)
-    val_check_interval: int | float | timedelta = _option(_check_limit, is_zero_allowed=False, default=1.0)  # noqa: RUF009  a field
+    val_check_interval: int | float | timedelta = _option(_check_limit, is_zero_allowed=False, default=1.0)  # noqa: RUF009  _option returns a field()
     check_val_every_n_epoch: int | None = _option(_check_number, minimum=1, is_optional=True)
     overfit_batches: int | float = _option(_check_limit)
     num_sanity_val_steps: int = _option(_check_number, minimum=0, is_endless=True, default=2)
@@ -218,7 +218,10 @@ def collect_callbacks(given: Mapping[str, Any]) -> list[Callback]:
 
 
 def with_module_callbacks(callbacks: list[Callback], returned: Any, added: set[type]) -> list[Callback]:
-    """Return callbacks with those of `configure_callbacks`, which replace some; each type is `added` once."""
+    """Return callbacks with those of `configure_callbacks`, which replace some.
+
+    Leaves out types in `added`, and adds to it.
+    """
     given = _callbacks("configure_callbacks()", returned)
     own = [callback for callback in given if type(callback) not in added]
     added.update(map(type, own))

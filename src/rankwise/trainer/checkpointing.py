@@ -30,7 +30,12 @@ from rankwise.trainer.consistency import compare_ranks
 from rankwise.trainer.data import DataModule
 from rankwise.trainer.data.data_module import is_own
 from rankwise.trainer.module import is_defined
-from rankwise.trainer.module_loading import SAME_MODULE, loaded_into, warn_of_different_weights, weights_in
+from rankwise.trainer.module_loading import (
+    BUILD_SAME_MODULE,
+    loaded_into,
+    warn_of_different_weights,
+    weights_in,
+)
 from rankwise.trainer.state import LoopContext, Progress
 from rankwise.trainer.state_transfer import RankState, gather_rank_states
 
@@ -253,7 +258,10 @@ def _save_checkpoint(context: LoopContext, path: str | os.PathLike[str], weights
 
 
 def save_stop_checkpoint(context: LoopContext) -> None:
-    """Write a stopped fit's checkpoint; ranks are not compared, as there may be little time. Collective."""
+    """Write the checkpoint of a fit that a signal stops, for `ckpt_path="last"`. Collective.
+
+    Ranks are not compared, as there may be little time.
+    """
     path = CheckpointFiles(context).stop_path(context.state.ckpt_path)
     context.strategy.sync_models()
     _save_checkpoint(context, path, weights_only=False)
@@ -372,7 +380,7 @@ def restore_module(context: LoopContext, checkpoint: dict[str, Any]) -> None:
     context.hooks.call_loading_hooks(checkpoint, path)
     context.strategy.precision.prepare_to_load(context.module)
     module, weights = context.module, checkpoint["state_dict"]
-    with loaded_into(type(module).__name__, path, "state_dict", RuntimeError, SAME_MODULE):
+    with loaded_into(type(module).__name__, path, "state_dict", RuntimeError, BUILD_SAME_MODULE):
         context.strategy.load_module_state_dict(module, weights, strict=module.strict_loading)
     if not module.strict_loading:
         own = module.state_dict()
@@ -383,7 +391,10 @@ def restore_module(context: LoopContext, checkpoint: dict[str, Any]) -> None:
 
 
 def restore_training(context: LoopContext, checkpoint: dict[str, Any]) -> RankState | None:
-    """Restore all but this rank's part, which is returned and restored last; Lightning's files have none."""
+    """Restore all but this rank's part, which is returned and restored last; the optimizers must exist.
+
+    Lightning's files have no such part.
+    """
     path = context.state.ckpt_path or ""
     if is_lightning_checkpoint(checkpoint):
         _restore_from_lightning(context, LightningState(checkpoint, path))
@@ -438,7 +449,10 @@ def _restore_from_lightning(context: LoopContext, saved: LightningState) -> None
 
 
 def _restore_callbacks(context: LoopContext, states: dict[str, Any], path: str) -> None:
-    """Load callbacks' states; in a fit alone, those that count the run, and warn of states of no callback."""
+    """Load callbacks' states; warn in a fit of those that no callback takes.
+
+    An evaluation leaves out callbacks that count the run: a later fit continues them.
+    """
     is_fit = context.stage.name == "fit"
     for callback in context.callbacks:
         if callback.state_key in states and (is_fit or not isinstance(callback, _OF_RUN)):

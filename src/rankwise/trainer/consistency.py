@@ -106,7 +106,10 @@ def _described(value: object) -> str | None:
 
 
 def check_unowned(context: LoopContext) -> None:
-    """Check that ranks agree on parameters without an optimizer, which a callback may train. Collective."""
+    """Check that ranks agree on parameters that no optimizer of the trainer updates. Collective.
+
+    A callback may train them, on its own rank's batches.
+    """
     strategy = context.strategy
     unowned = strategy.gradients.unowned(context.wrapped)
     if unowned and strategy.data_parallel_group is None:  # groups may have other values

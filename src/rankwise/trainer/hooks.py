@@ -76,7 +76,7 @@ def _of_evaluation(kind: str) -> Iterator[Hook]:
         yield _of_module(f"on_{kind}_model_train")
 
 
-_CLIPPED = "optimizer, gradient_clip_val, gradient_clip_algorithm"
+_CLIPPING_ARGUMENTS = "optimizer, gradient_clip_val, gradient_clip_algorithm"
 HOOKS: Sequence[Hook] = (
     _of_module("configure_callbacks"),
     Hook("prepare_data", owners=_OF_DATA),
@@ -101,7 +101,7 @@ HOOKS: Sequence[Hook] = (
     _of_module("backward", "loss"),
     Hook("on_after_backward"),
     Hook("on_before_optimizer_step", "optimizer"),
-    _of_module("configure_gradient_clipping", _CLIPPED, is_automatic=True),
+    _of_module("configure_gradient_clipping", _CLIPPING_ARGUMENTS, is_automatic=True),
     _of_module("lr_scheduler_step", "scheduler, metric", is_automatic=True),
     Hook("on_train_batch_end", "outputs, batch, batch_idx"),
     *_of_evaluation("validation"),
@@ -192,10 +192,13 @@ def _check_methods(owner: object, kind: Owner, base: type) -> list[Hook]:
     defined = [_BY_NAME[name] for name in own_methods(owner, base, _NAMES[kind])]
     first = ["trainer", "module"] if kind == "callback" else []
     for hook in defined:
-        if "dataloader_iter" in _parameters_of(getattr(owner, hook.name)):
-            called = f"{type(owner).__name__}.{hook.name}()"
+        called, method = f"{type(owner).__name__}.{hook.name}", getattr(owner, hook.name)
+        if not hook.name.endswith("_dataloader"):  # a stage checks those that it calls
+            remedy = "this is the name of a hook: give the attribute another name."
+            checks.check_callable(called, method, "a method", remedy)
+        if "dataloader_iter" in _parameters_of(method):
             raise ConfigurationError(
-                message=f"{called} takes dataloader_iter, which is not supported.",
+                message=f"{called}() takes dataloader_iter, which is not supported.",
                 facts="the Trainer reads the loaders, so that a run can stop and continue at any batch.",
                 remedy=f"def {hook.name}(self, batch, batch_idx).",
             )
@@ -236,7 +239,7 @@ def num_step_arguments(module: TrainingModule, step: str, num_loaders: int = 1) 
 
 
 def training_outputs(returned: Any, num_batches: int) -> dict[str, Any]:
-    """Return what `on_train_batch_end` gets: a dictionary, with the loss divided by `num_batches`."""
+    """Return what `on_train_batch_end` gets: a dictionary, with a detached loss, divided by `num_batches`."""
     outputs = {"loss": returned} if isinstance(returned, Tensor) else {}
     if isinstance(returned, Mapping):
         outputs = dict(returned)
@@ -378,7 +381,10 @@ class Hooks:
         return call_with_batch
 
     def call_saving_hooks(self, checkpoint: dict[str, Any], *, weights_only: bool) -> None:
-        """Call `on_save_checkpoint` of callbacks and module; with `weights_only` the module's alone."""
+        """Call `on_save_checkpoint` of callbacks and module.
+
+        With `weights_only` call the module's alone, as Lightning does.
+        """
         with self.stage.random.shared("on_save_checkpoint"):
             for callback in () if weights_only else self.trainer.callbacks:
                 callback.on_save_checkpoint(self.trainer, self.module, checkpoint)

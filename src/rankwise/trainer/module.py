@@ -301,9 +301,20 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
         trainer = self.trainer
         if trainer.barebones:
             return
-        reduction = (reduce_fx, sync_dist, sync_dist_group, add_dataloader_idx, batch_size, rank_zero_only)
-        results = trainer._stage.open_results
-        results.log(name, value, prog_bar, logger, on_step, on_epoch, *reduction)
+        trainer._stage.open_results.log(
+            name,
+            value,
+            prog_bar=prog_bar,
+            logger=logger,
+            on_step=on_step,
+            on_epoch=on_epoch,
+            reduce_fx=reduce_fx,
+            sync_dist=sync_dist,
+            sync_dist_group=sync_dist_group,
+            add_dataloader_idx=add_dataloader_idx,
+            batch_size=batch_size,
+            rank_zero_only=rank_zero_only,
+        )
 
     def log_dict(self, dictionary: Mapping[str, Any] | nn.ModuleDict, *args: Any, **kwargs: Any) -> None:
         """Log several numbers or metric objects (also a `MetricCollection`) with the same options."""
@@ -413,7 +424,9 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
         """The trainer that last used this module."""
         if self._trainer is None:
             remedy = f"Trainer(...).fit({type(self).__name__}(...), loader)"
-            raise LifecycleError(f"{type(self).__name__}.trainer", "no trainer", "a Trainer", remedy)
+            raise LifecycleError(
+                f"{type(self).__name__}.trainer", state="no trainer", needed="a Trainer", remedy=remedy
+            )
         return self._trainer
 
     @trainer.setter

@@ -35,7 +35,7 @@ from rankwise.trainer.arguments import check_weights_only
 
 T = TypeVar("T")
 _OF_COMMAND_LINE = ("_instantiator", "_class_path")  # LightningCLI saves these beside the arguments
-SAME_MODULE = "build the module as it was when the checkpoint was written."
+BUILD_SAME_MODULE = "build the module as it was when the checkpoint was written."
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -93,8 +93,8 @@ def load_from_checkpoint(
     module.configure_model()
     module.on_load_checkpoint(checkpoint)
     weights = weights_in(checkpoint, path)
-    with loaded_into(type(module).__name__, path, "state_dict", RuntimeError, SAME_MODULE):
-        strict = module.strict_loading if strict is None else strict
+    strict = module.strict_loading if strict is None else strict
+    with loaded_into(type(module).__name__, path, "state_dict", RuntimeError, BUILD_SAME_MODULE):
         different = module.load_state_dict(weights, strict=strict)
     warn_of_different_weights(path, module, different.missing_keys, different.unexpected_keys)
     tensors = (tensor for tensor in weights.values() if isinstance(tensor, Tensor))

@@ -59,7 +59,9 @@ def _of_phase(path: str, phase: str, default: Callable[[], Any] = lambda: None) 
 
 def _first(kind: type[Callback]) -> Any:
     """Return a property: the first callback of `kind`, or None."""
-    return property(lambda self: next((item for item in self.callbacks if isinstance(item, kind)), None))
+    return property(
+        lambda trainer: next((item for item in trainer.callbacks if isinstance(item, kind)), None)
+    )
 
 
 def _all(kind: type[Callback]) -> Any:
@@ -129,6 +131,7 @@ class TrainerProperties:
     val_dataloaders: Any = _of_phase("_stage.loaders", "validate")
     test_dataloaders: Any = _of_phase("_stage.loaders", "test")
     predict_dataloaders: Any = _of_phase("_stage.loaders", "predict")
+    # How many batches of each loader this rank runs:
     num_val_batches: list[float] = _of_phase("state.num_batches", "validate", list)
     num_test_batches: list[float] = _of_phase("state.num_batches", "test", list)
     num_predict_batches: list[float] = _of_phase("state.num_batches", "predict", list)
@@ -136,7 +139,8 @@ class TrainerProperties:
     optimizers: list[Optimizer] = _forwarded("_optimizers.created.optimizers")
     lr_scheduler_configs: list[SchedulerConfig] = _forwarded("_optimizers.created.schedulers")
 
-    lightning_module: TrainingModule | None = _read_only("_module")  # of the last stage
+    # Of the last stage; None before the first:
+    lightning_module: TrainingModule | None = _read_only("_module")
     current_epoch: int = _read_only("progress.current_epoch")
     global_step: int = _read_only("progress.global_step")
 
@@ -200,17 +204,21 @@ class TrainerProperties:
     def module(self) -> TrainingModule:
         """The module of the last stage."""
         if self._module is None:
-            raise LifecycleError("Trainer.module", "new", "a stage before it", "trainer.fit(model, ...)")
+            raise LifecycleError(
+                "Trainer.module", state="new", needed="a stage before it", remedy="trainer.fit(model, ...)"
+            )
         return self._module
 
     @property
     def manual_optimization(self) -> ManualOptimization:
         """Runs the steps of a module with `automatic_optimization = False`."""
         if self.running_manual_optimization is None:
-            state = self._stage.name or "no stage"
-            needed = "a fit of a module with automatic_optimization = False"
-            remedy = "set self.automatic_optimization = False in __init__."
-            raise LifecycleError("a method of manual optimisation", state, needed, remedy)
+            raise LifecycleError(
+                "a method of manual optimisation",
+                state=self._stage.name or "no stage",
+                needed="a fit of a module with automatic_optimization = False",
+                remedy="set self.automatic_optimization = False in __init__.",
+            )
         return self.running_manual_optimization
 
     @property
@@ -292,9 +300,10 @@ class TrainerProperties:
 
     @contextlib.contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Create a module's parameters in the block as training keeps them: in its dtype, on its device.
+        """Create a module's parameters in the block as training keeps them, in the precision's dtype.
 
-        They are on this process's device, or on the CPU if other processes train: these get a copy.
+        With a mixed precision they have 32 bits. They are on this process's device, or on the CPU if other
+        processes train: these get a copy.
 
         Raises:
             InvalidArgumentError: for `empty_init=True`: parameters are always initialised.

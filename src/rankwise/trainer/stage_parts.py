@@ -17,7 +17,10 @@ _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 @contextmanager
 def torch_flags_set(options: TrainerOptions) -> Iterator[None]:
-    """Set torch's flags, and the environment variable of cuBLAS, as the options say, for the block."""
+    """Set torch's flags as `deterministic`, `benchmark` and `detect_anomaly` say, for the block.
+
+    With `deterministic` alone, also set cuBLAS's environment variable.
+    """
     deterministic, benchmark = options.deterministic, options.benchmark
     with ExitStack() as stack:
         if options.detect_anomaly:

@@ -141,8 +141,10 @@ class Progress:
     @property
     def is_possible(self) -> bool:
         """Whether the numbers agree with each other."""
-        has_window = self.window_batches <= self.batches_done and self.window_samples <= self.samples_done
-        return has_window and (self.batches_done > 0 or self.samples_done == 0)
+        has_whole_window = (
+            self.window_batches <= self.batches_done and self.window_samples <= self.samples_done
+        )
+        return has_whole_window and (self.batches_done > 0 or self.samples_done == 0)
 
     @property
     def is_within_epoch(self) -> bool:
@@ -249,8 +251,12 @@ class StageState:
     def open_results(self) -> Results:
         """The values that are logged in the current loop; a `LifecycleError` outside of one."""
         if self.results is None:
-            remedy = "log in the steps, or in hooks between on_train_start and on_train_end."
-            raise LifecycleError("self.log()", self.name or "no stage", "a loop that reduces metrics", remedy)
+            raise LifecycleError(
+                "self.log()",
+                state=self.name or "no stage",
+                needed="a loop that reduces metrics",
+                remedy="log in the steps, or in hooks between on_train_start and on_train_end.",
+            )
         return self.results
 
     @property
@@ -309,7 +315,10 @@ class LoopContext:
         return self.hooks.trainer.datamodule
 
     def part_streams(self, seed: int) -> None:
-        """Begin a random stream of this rank for forward, backward and data; hooks draw the same numbers."""
+        """Begin a random stream of this rank for forward, backward and data, if there are several ranks.
+
+        In hooks and optimizers all ranks draw the same numbers.
+        """
         strategy, progress = self.strategy, self.state.progress
         if strategy.world_size == 1:
             return
@@ -370,8 +379,8 @@ class LoopContext:
     def is_at_limit(self) -> bool:
         """Whether training has reached `max_steps` or `max_epochs`: the same on all ranks."""
         options, progress = self.options, self.state.progress
-        has_max_steps = 0 <= options.max_steps <= progress.global_step
-        return has_max_steps or 0 <= options.epoch_limit <= progress.current_epoch
+        is_at_max_steps = 0 <= options.max_steps <= progress.global_step
+        return is_at_max_steps or 0 <= options.epoch_limit <= progress.current_epoch
 
     @property
     def wants_to_stop(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, final
@@ -25,7 +26,7 @@ from rankwise.trainer.metrics.metric_objects import (
     unmergeable,
 )
 from rankwise.trainer.metrics.results import Results
-from rankwise.trainer.state import LoopContext, seed_rank
+from rankwise.trainer.state import LoopContext, TrainerState, seed_rank
 
 _METRICS = {  # keys in checkpoints, and attributes of `PublishedMetrics`
     "callback_metrics": "callback",
@@ -100,10 +101,13 @@ def _optimizer_states(context: LoopContext) -> Any:
 
 
 def restore(context: LoopContext, state: ReturnedState) -> None:
-    """Give the calling process's objects the worker's state; warn of parts that cannot be returned."""
+    """Give the calling process's objects the worker's state; parameters keep their identity.
+
+    A part that cannot be returned stays as it is, with a warning that names it.
+    """
     strategy, known = context.strategy, known_to_caller(context)
     give: dict[str, Callable[[Any], object]] = {
-        "progress and metrics": lambda sent: vars(context.state).update(vars(sent)),
+        "progress and metrics": partial(_restore_progress, context),
         **{name: each.load_state_dict for name, each in _with_states(known).items()},
         "communication hooks": strategy.gradients.load_states,
         "optimizers": partial(_restore_optimizers, context),
@@ -112,6 +116,11 @@ def restore(context: LoopContext, state: ReturnedState) -> None:
     }
     if "optimizers" in state.restore(known, give):
         context.optimizer_set.forget()
+
+
+def _restore_progress(context: LoopContext, state: TrainerState) -> None:
+    for field in dataclasses.fields(state):
+        setattr(context.state, field.name, getattr(state, field.name))
 
 
 def _restore_optimizers(context: LoopContext, states: tuple[list[Any], list[Any], bool] | None) -> None:

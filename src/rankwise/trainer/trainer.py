@@ -199,9 +199,15 @@ class Trainer(TrainerProperties):
         self.loggers = arguments.collect_loggers(keywords["logger"], self.default_root_dir)
         if self.fast_dev_run:
             self.callbacks, self.loggers = _for_dev_run(self.callbacks), []
-        of_strategy = ("accelerator", "devices", "num_nodes", "sync_batchnorm")
-        given = {name: keywords[name] for name in of_strategy}
-        self.strategy = bound_strategy(strategy, precision, plugins, **given)
+        self.strategy = bound_strategy(
+            strategy,
+            precision,
+            plugins,
+            sync_batchnorm=sync_batchnorm,
+            accelerator=accelerator,
+            devices=devices,
+            num_nodes=num_nodes,
+        )
         self.datamodule: DataModule | None = None
         # The last module whose `configure_callbacks` was called, and the types of the callbacks added by it.
         self._configured: tuple[TrainingModule, set[type]] | None = None
@@ -281,6 +287,7 @@ class Trainer(TrainerProperties):
         Returns:
             What was logged, for each loader; each sample counted once, the same on every rank.
         """
+        check_choice("verbose", verbose, (True, False))
         arguments.check_weights_only(weights_only)
         loaders = StageLoaders("validate", {"validate": dataloaders}, datamodule)
         return self._evaluate(Stage(loaders, ckpt_path=ckpt_path), model, verbose)
@@ -296,6 +303,7 @@ class Trainer(TrainerProperties):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Evaluate a module on test data; see `validate`."""
+        check_choice("verbose", verbose, (True, False))
         arguments.check_weights_only(weights_only)
         loaders = StageLoaders("test", {"test": dataloaders}, datamodule)
         return self._evaluate(Stage(loaders, ckpt_path=ckpt_path), model, verbose)
@@ -360,7 +368,9 @@ class Trainer(TrainerProperties):
         expected = "None: Trainer(plugins=[a CheckpointIO with options of its own])"
         check_value("storage_options", storage_options, storage_options is None, expected)
         if self._fitted_module is None:
-            raise LifecycleError("save_checkpoint()", "new", "a fit", "call trainer.fit(model, ...) first.")
+            raise LifecycleError(
+                "save_checkpoint()", state="new", needed="a fit", remedy="call trainer.fit(model, ...) first."
+            )
         if self._has_trained_elsewhere:
             _log.warning(
                 "%s is not written by the calling process, whose module is not trained: the ranks call "
@@ -372,7 +382,6 @@ class Trainer(TrainerProperties):
             save_checkpoint(self.context(self._fitted_module), filepath, weights_only=bool(weights_only))
 
     def _evaluate(self, stage: Stage, model: Any, verbose: bool) -> list[dict[str, float]]:
-        check_choice("verbose", verbose, (True, False))
         metrics: list[dict[str, float]] = self._launch(stage, model)
         if verbose and any(metrics) and self.is_global_zero and not self.barebones:
             sys.stdout.write(f"{metrics_table(stage.name, metrics)}\n")

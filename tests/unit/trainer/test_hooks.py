@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rankwise import DataModule, TrainingModule
 from rankwise.callbacks import Callback, ModelCheckpoint
-from rankwise.errors import ConfigurationError
+from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.trainer import hooks
 from tests.unit.trainer.helpers import Line, fitted, loader, trainer
 
@@ -77,6 +77,8 @@ def test_of_instances(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=rf"{type(owner).__name__}\.{name}\(\) would never"):
             fitted(tmp_path, model, callbacks=callback)
         del owner.__dict__[name]
+    with pytest.raises(InvalidTypeError, match=r"Odd\.on_fit_end=5.* expected a method"):
+        fitted(tmp_path, model, callbacks=type("Odd", (Callback,), {"on_fit_end": 5})())
     model._modules["backward"] = model._modules.pop("tbptt_split_batch")  # `self.backward` would be the hook
     with pytest.raises(ConfigurationError, match="submodule with the name of a hook: 'backward'"):
         fitted(tmp_path, model)
@@ -183,9 +185,7 @@ def test_dataloader_idx(tmp_path: Path) -> None:
             seen.append(("callback", dataloader_idx))
 
     train, loaders = trainer(tmp_path, callbacks=Counting()), [loader(2), loader(2)]
-    expected = [
-        [("short", 0), *((name, number) for name in ("step", "callback", "module"))] for number in (0, 1)
-    ]
+    expected = [[("short", 0), *((name, idx) for name in ("step", "callback", "module"))] for idx in (0, 1)]
     train.validate(Numbered(), loader(2))
     assert seen == expected[0]
     train.validate(Numbered(), loaders)
