@@ -77,20 +77,24 @@ def examine(
     tries_start_methods: bool = True,
     printer: ReportPrinter | None = None,
 ) -> tuple[Report, bool]:
-    """Return the report, and whether this process, rank 0 as far as ranks are known, prints it by `printer`.
+    """Return the report, and whether this process prints it: rank 0, as far as ranks are known.
+
+    It prints each section as soon as it is known.
 
     Collective: of ranks that a launcher has started, all must call this, unless `runs_collectives=False`.
     """
     environment, detection = examine_environment(environ)
     report = Report([examine_versions(), environment])
-    rank = getattr(rank_zero_only, "rank", 0) if detection is None else detection.environment.global_rank
-    report.print_to(printer if rank == 0 else None)
-    strategy = None
+    strategy, rank, unknown = None, getattr(rank_zero_only, "rank", 0), list[Section]()
     if detection is not None:
         try:
             strategy = _bind(detection, devices, num_nodes, timeout_s)
+            rank = strategy.global_rank  # an environment need not know it
         except RankwiseError as error:
-            report.add(_unknown_ranks(Finding(error.summary(), error.fix())))
+            rank = detection.environment.global_rank
+            unknown = [_unknown_ranks(Finding(error.summary(), error.fix()))]
+    report.print_to(printer if rank == 0 else None)
+    report.add(*unknown)
     if strategy is not None:
         facts, problem = _run(strategy, report, timeout_s) if runs_collectives else (None, None)
         if rank != 0:

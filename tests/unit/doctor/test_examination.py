@@ -10,7 +10,7 @@ import pytest
 
 from rankwise.doctor import Report, examination
 from rankwise.doctor.examination import describe_measurements, describe_ranks, examine, examine_network
-from rankwise.environments import network
+from rankwise.environments import LocalEnvironment, network
 from rankwise.environments.detect import environment_names
 from rankwise.ranks import rank_zero_only
 
@@ -41,7 +41,8 @@ def facts(report: Report, key: str) -> Mapping[str, object]:
 
 
 def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With no variables the process is alone, healthy, and told what to do next; of two ranks one speaks."""
+    """Alone, with no rank known, a process is healthy, and told what to do next; of two ranks one speaks."""
+    monkeypatch.setattr(LocalEnvironment, "global_rank", property(lambda self: self._number("RANK")))
     report, speaks = examined({})
     assert speaks
     assert report.findings == []
