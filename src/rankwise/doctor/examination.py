@@ -261,11 +261,13 @@ def _shared_devices(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
             by_device.setdefault((rank["host"], rank["device"]), []).append(rank["global_rank"])
     # If each rank sees only its own device, all of them are called cuda:0.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    is_isolated = visible != "" and "," not in visible
+    is_error = "," in visible
+    is_isolated = visible != "" and not is_error
+    if_not = "" if is_error else ", unless each is in a container with its own device"
     for (host, device), who in by_device.items():
         if len(who) > 1 and not is_isolated:
             fix = "start no more ranks on a node than it has devices."
-            yield Finding(f"Ranks {_short(who)} share {device} on {host}.", fix)
+            yield Finding(f"Ranks {_short(who)} share {device} on {host}{if_not}.", fix, is_error=is_error)
 
 
 def _short(numbers: Sequence[int]) -> str:
