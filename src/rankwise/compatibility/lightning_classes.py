@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -102,7 +103,7 @@ def _joined(kind: type, name: str, own: type) -> Any:
         "_class_in_lightning": (kind, name, own),
     }
     bridge = _bridge(base, name, own)
-    return type(kind.__name__, (bridge,) if kind is base else (kind, bridge), body)
+    return _new_class(kind.__name__, (bridge,) if kind is base else (kind, bridge), body)
 
 
 @functools.cache
@@ -117,7 +118,12 @@ def _bridge(base: type, name: str, own: type) -> Any:
         body["_call_batch_hook"] = lambda module, hook, *args: getattr(module, hook)(*args)
         body["configure_sharded_model"] = None  # Lightning's is empty; one that a user has defined is refused
         body["_weight"] = None
-    return type(own.__name__, (own, base), body)
+    return _new_class(own.__name__, (own, base), body)
+
+
+def _new_class(name: str, bases: tuple[type, ...], body: Mapping[str, Any]) -> type:
+    # Unlike type(), it calls the metaclass's __prepare__, which a user's metaclass may need.
+    return types.new_class(name, bases, exec_body=lambda namespace: namespace.update(body))
 
 
 def _reduce_ex(value: Any, protocol: Any) -> tuple[Any, ...]:

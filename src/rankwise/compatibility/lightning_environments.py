@@ -108,13 +108,13 @@ class _AdaptedRanks(_Adapted):
     def __init__(self, given: Any, devices: int | None, num_nodes: int | None) -> None:
         super().__init__(given)
         world_size = self.world_size
-        self._local_world_size = own = devices or self._without_devices(world_size, num_nodes)
-        num_nodes = num_nodes or max(1, world_size // own)
-        given.set_world_size(num_nodes * own)
-        given.set_global_rank(self.node_rank * own + self.local_rank)
-        if self.world_size != num_nodes * own:
+        self._local_world_size = per_node = devices or self._without_devices(world_size, num_nodes)
+        num_nodes = num_nodes or max(1, world_size // per_node)
+        given.set_world_size(num_nodes * per_node)
+        given.set_global_rank(self.node_rank * per_node + self.local_rank)
+        if self.world_size != num_nodes * per_node:
             raise WorldSizeMismatchError(
-                devices=own,
+                devices=per_node,
                 num_nodes=num_nodes,
                 launched_by=type(given).__name__,
                 world_size=self.world_size,

@@ -77,20 +77,24 @@ def examine(
     tries_start_methods: bool = True,
     printer: ReportPrinter | None = None,
 ) -> tuple[Report, bool]:
-    """Return the report, and whether this process, rank 0 as far as ranks are known, prints it by `printer`.
+    """Return the report, and whether this process prints it: rank 0, as far as ranks are known.
+
+    It prints each section as soon as it is known.
 
     Collective: of ranks that a launcher has started, all must call this, unless `runs_collectives=False`.
     """
     environment, detection = examine_environment(environ)
     report = Report([examine_versions(), environment])
-    rank = getattr(rank_zero_only, "rank", 0) if detection is None else detection.environment.global_rank
-    report.print_to(printer if rank == 0 else None)
-    strategy = None
+    strategy, rank, unknown = None, getattr(rank_zero_only, "rank", 0), list[Section]()
     if detection is not None:
         try:
             strategy = _bind(detection, devices, num_nodes, timeout_s)
+            rank = strategy.global_rank  # an environment need not know it
         except RankwiseError as error:
-            report.add(_unknown_ranks(Finding(error.summary(), error.fix())))
+            rank = detection.environment.global_rank
+            unknown = [_unknown_ranks(Finding(error.summary(), error.fix()))]
+    report.print_to(printer if rank == 0 else None)
+    report.add(*unknown)
     if strategy is not None:
         facts, problem = _run(strategy, report, timeout_s) if runs_collectives else (None, None)
         if rank != 0:
@@ -257,11 +261,13 @@ def _shared_devices(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
             by_device.setdefault((rank["host"], rank["device"]), []).append(rank["global_rank"])
     # If each rank sees only its own device, all of them are called cuda:0.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    is_isolated = visible != "" and "," not in visible
+    is_error = "," in visible
+    is_isolated = visible != "" and not is_error
+    if_not = "" if is_error else ", unless each is in a container with its own device"
     for (host, device), who in by_device.items():
         if len(who) > 1 and not is_isolated:
             fix = "start no more ranks on a node than it has devices."
-            yield Finding(f"Ranks {_short(who)} share {device} on {host}.", fix)
+            yield Finding(f"Ranks {_short(who)} share {device} on {host}{if_not}.", fix, is_error=is_error)
 
 
 def _short(numbers: Sequence[int]) -> str:

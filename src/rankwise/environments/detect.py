@@ -83,6 +83,7 @@ class _Environments(NameTable[type[ClusterEnvironment]]):
 
 _ENVIRONMENTS = _Environments()
 find_environment = _ENVIRONMENTS.entry
+"""Return the class of a name; a ConfigurationError if it is unknown, or its package cannot be loaded."""
 
 
 @final
@@ -152,7 +153,8 @@ def check_is_alone(candidates: Sequence[type[ClusterEnvironment]], environ: Mapp
     """Check that this process may train alone, for which no environment of `candidates` was found.
 
     A variable for the number of processes or nodes may be preset: it is a warning. With a rank it means that
-    a launcher has started several processes, each of which would train alone: an error.
+    a launcher has started several processes, each of which would train alone: an error; it names what the
+    most complete set lacks.
     """
     for variable, launcher in _OTHER_LAUNCHERS.items():
         if _count(variable, environ) > 1:

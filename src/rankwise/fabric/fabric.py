@@ -19,8 +19,8 @@ from rankwise.checks import check_choice, check_is_a, check_keywords, check_valu
 from rankwise.compatibility.names import FABRIC_ATTRIBUTES, missing_attributes
 from rankwise.errors import ConfigurationError, LifecycleError
 from rankwise.fabric.backward import BackwardChecks
-from rankwise.fabric.calling import call_callbacks, check_function, launching_itself, run_function
 from rankwise.fabric.checkpoint import check_filters, checkpoint_of, restore_object, restore_state
+from rankwise.fabric.user_functions import call_callbacks, check_function, launching_itself, run_function
 from rankwise.fabric.wrappers import (
     FabricDataLoader,
     FabricModule,

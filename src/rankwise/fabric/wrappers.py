@@ -23,7 +23,7 @@ from rankwise.data.batches import set_epoch_of_loader, sharded_sampler_of, start
 from rankwise.data.sampler import length_of
 from rankwise.data.sharding import is_split_for_one_rank
 from rankwise.errors import ConfigurationError
-from rankwise.fabric.calling import call_callbacks
+from rankwise.fabric.user_functions import call_callbacks
 from rankwise.gradient_sync.parameters import share_buffers
 from rankwise.nested import map_tensors
 from rankwise.precision import Precision

@@ -110,9 +110,9 @@ def check_environment(
     check_is_a("ranks", ranks, RankInfo)
     check_value("ranks", ranks, ranks.global_rank != 0, "the ranks of a process that is not global rank 0")
     contract = Contract()
-    _check_facts(contract, environment, variables, ranks)
-    _check_missing(contract, environment, variables, ranks)
-    _check_damaged(contract, environment, variables)
+    _environment_facts(contract, environment, variables, ranks)
+    _environment_missing(contract, environment, variables, ranks)
+    _environment_damaged(contract, environment, variables)
     read, name = environment({**variables, "OTHER_SECRET": _SECRET}), environment.__name__
     with contract.rule("its repr has the class and its variables, and nobody else's"):
         expect(repr(read).startswith(name), f"{read!r} does not begin with {name}")
@@ -121,7 +121,7 @@ def check_environment(
     contract.check(environment)
 
 
-def _check_facts(contract: Contract, kind: _Kind, variables: _Variables, ranks: RankInfo) -> None:
+def _environment_facts(contract: Contract, kind: _Kind, variables: _Variables, ranks: RankInfo) -> None:
     with contract.rule("it has a name"):
         expect(kind.name, "name is empty")
     with contract.rule("it is detected by its variables"):
@@ -141,7 +141,7 @@ def _check_facts(contract: Contract, kind: _Kind, variables: _Variables, ranks: 
         expect(kind.missing({}), "missing({}) is empty")
 
 
-def _check_missing(contract: Contract, kind: _Kind, variables: _Variables, ranks: RankInfo) -> None:
+def _environment_missing(contract: Contract, kind: _Kind, variables: _Variables, ranks: RankInfo) -> None:
     for name, blank in itertools.product(variables, (None, "", " \t\n")):
         others = {key: value for key, value in variables.items() if key != name}
         given = others if blank is None else {**others, name: blank}
@@ -156,16 +156,16 @@ def _check_missing(contract: Contract, kind: _Kind, variables: _Variables, ranks
                     kind.detect(given)
 
 
-def _check_damaged(contract: Contract, kind: _Kind, variables: _Variables) -> None:
+def _environment_damaged(contract: Contract, kind: _Kind, variables: _Variables) -> None:
     table = kind.table(variables)
     numbers = [table[fact] for fact in _FACTS if fact in table]
-    wrong, refused = EnvironmentVariableError, "is refused by an error that names it"
+    refused = "is refused by an error that names it"
     for name, text in itertools.product(numbers, NO_NUMBERS):
-        with contract.rule(f"{name}={text[:30]!r} {refused}", wrong, name):
+        with contract.rule(f"{name}={text[:30]!r} {refused}", EnvironmentVariableError, name):
             kind.detect({**variables, name: text})
     port = table.get("main_port", "MASTER_PORT")
     for text in _NO_PORTS:
-        with contract.rule(f"{port}={text!r} {refused}", wrong, port):
+        with contract.rule(f"{port}={text!r} {refused}", EnvironmentVariableError, port):
             kind({**variables, port: text}).main_port  # noqa: B018  the property raises
     for one, two in itertools.combinations(numbers, 2):
         for first, second in itertools.product(_DAMAGES, repeat=2):
@@ -204,9 +204,9 @@ def check_checkpoint_io(checkpoint_io: CheckpointIO, folder: str | os.PathLike[s
     check_is_a("checkpoint_io", checkpoint_io, CheckpointIO)
     contract = Contract()
     first, second, link = (f"{os.fspath(folder)}/{name}.ckpt" for name in ("first", "second", "link"))
-    _check_reading(contract, checkpoint_io, first, second)
-    _check_failures(contract, checkpoint_io, first)
-    _check_folder(contract, checkpoint_io, folder, (first, second, link))
+    _checkpoint_reading(contract, checkpoint_io, first, second)
+    _checkpoint_failures(contract, checkpoint_io, first)
+    _checkpoint_folder(contract, checkpoint_io, folder, (first, second, link))
     for path in (first, second, link):
         with contract.rule("a checkpoint that was removed is missing; removing it again is no error"):
             for _ in range(2):
@@ -231,7 +231,7 @@ def _expect_step(checkpoint_io: CheckpointIO, path: str, step: int) -> None:
             expect_equal(mine[name], value)
 
 
-def _check_reading(contract: Contract, checkpoint_io: CheckpointIO, first: str, second: str) -> None:
+def _checkpoint_reading(contract: Contract, checkpoint_io: CheckpointIO, first: str, second: str) -> None:
     with contract.rule("a checkpoint that is missing is a CheckpointError", CheckpointError):
         checkpoint_io.load_checkpoint(first)
     with contract.rule("what was saved is loaded: containers, tensors with their dtype, other values"):
@@ -252,7 +252,7 @@ def _check_reading(contract: Contract, checkpoint_io: CheckpointIO, first: str, 
         _expect_step(checkpoint_io, second, 4)
 
 
-def _check_failures(contract: Contract, checkpoint_io: CheckpointIO, path: str) -> None:
+def _checkpoint_failures(contract: Contract, checkpoint_io: CheckpointIO, path: str) -> None:
     sentence = "a checkpoint that cannot be written is a CheckpointError, in teardown() at the latest"
     with contract.rule(sentence, CheckpointError):
         _save(checkpoint_io, {**_checkpoint(5), "bad": _NotStored()}, path)
@@ -260,7 +260,7 @@ def _check_failures(contract: Contract, checkpoint_io: CheckpointIO, path: str) 
         _expect_step(checkpoint_io, path, 3)
 
 
-def _check_folder(
+def _checkpoint_folder(
     contract: Contract, checkpoint_io: CheckpointIO, folder: str | os.PathLike[str], paths: tuple[str, ...]
 ) -> None:
     first, second, link = paths

@@ -69,12 +69,15 @@ class Fault:
 
 
 @final
+@dataclass(eq=False)
 class FaultInjection:
     """The faults of a block, in memory that ranks share if they are forks: a time for each, 0 for not yet."""
 
-    def __init__(self, faults: Sequence[Fault]) -> None:
-        self.faults = faults
-        self._times = memoryview(mmap.mmap(-1, max(1, len(faults)) * 8)).cast("d")
+    faults: Sequence[Fault]
+
+    def __post_init__(self) -> None:
+        """Make the shared memory."""
+        self._times = memoryview(mmap.mmap(-1, max(1, len(self.faults)) * 8)).cast("d")
         self._optimizer_steps = 0
 
     def happened_s(self, fault: Fault) -> float | None:

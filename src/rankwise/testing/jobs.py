@@ -209,7 +209,10 @@ def _fail_alone(strategy: Strategy, rank: int) -> None:
 
 
 def problems_on_rank(strategy: Strategy, folder: str, tolerance: float | None) -> list[str]:
-    """Return the rules that a strategy breaks on this rank; without a tolerance weights are not compared."""
+    """Return the rules that a strategy breaks on this rank. Collective.
+
+    A tolerance of None: training need not give the weights of one process.
+    """
     warnings.simplefilter("default")  # a warning that one rank raises would leave the others waiting
     contract = Contract()
     for check in (_places, _reductions, _gathers, _agreements, _wrapping, _state, _accumulation, _batches):

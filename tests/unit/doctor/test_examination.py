@@ -10,7 +10,7 @@ import pytest
 
 from rankwise.doctor import Report, examination
 from rankwise.doctor.examination import describe_measurements, describe_ranks, examine, examine_network
-from rankwise.environments import network
+from rankwise.environments import LocalEnvironment, network
 from rankwise.environments.detect import environment_names
 from rankwise.ranks import rank_zero_only
 
@@ -41,7 +41,8 @@ def facts(report: Report, key: str) -> Mapping[str, object]:
 
 
 def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With no variables the process is alone, healthy, and told what to do next; of two ranks one speaks."""
+    """Alone, with no rank known, a process is healthy, and told what to do next; of two ranks one speaks."""
+    monkeypatch.setattr(LocalEnvironment, "global_rank", property(lambda self: self._number("RANK")))
     report, speaks = examined({})
     assert speaks
     assert report.findings == []
@@ -137,9 +138,9 @@ def test_a_host_that_is_loopback_to_itself(
     assert "MASTER_ADDR" in note.fix
 
 
-def rank(number: int, torch_version: str = "2.13.0") -> dict[str, Any]:
-    place = {"global_rank": number, "node_rank": 0, "local_rank": number, "host": "host", "pid": 100}
-    return {**place, "device": "cpu", "threads": 1, "versions": {"torch": torch_version}}
+def rank(number: int, torch_version: str = "2.13.0", device: str = "cpu") -> dict[str, Any]:
+    place = {"global_rank": number, "node_rank": 0, "local_rank": number, "host": "host", "device": device}
+    return {**place, "device_name": "", "pid": 100, "threads": 1, "versions": {"torch": torch_version}}
 
 
 def test_different_versions() -> None:
@@ -150,11 +151,11 @@ def test_different_versions() -> None:
 
 
 def test_a_shared_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of one host with the same device share it, unless each sees one device only."""
-    ranks = tuple({**rank(number), "device": "cuda:0", "device_name": "GPU"} for number in range(2))
-    for visible, count in ("", 1), ("0,1", 1), ("3", 0):
+    """Ranks of one host with the same device share it, unless each sees one device only, or may do so."""
+    job = examination.JobFacts("gloo", [rank(0, device="cuda:0"), rank(1, device="cuda:0")], ())
+    for visible, levels in ("", [False]), ("0,1", [True]), ("3", []):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert len(describe_ranks(examination.JobFacts("gloo", ranks, ()), "torchrun").findings) == count
+        assert [found.is_error for found in describe_ranks(job, "torchrun").findings] == levels
 
 
 def test_wrong_sums() -> None:

@@ -169,7 +169,11 @@ class FabricLauncher(RankwiseLauncher):
     """Run the function of `fabric.launch` on every rank; without one, the rest of the script."""
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `function` on every rank; return the value of this process's rank, or of rank 0."""
+        """Run `function` on every rank; return the value of this process's rank, or of rank 0.
+
+        Raises:
+            LaunchRefusedError: without a function, if the processes that start do not run the script.
+        """
         strategy = self._strategy
         is_rest_of_script = isinstance(function, partial) and function.args[0] is _do_nothing
         if not is_rest_of_script:
@@ -238,7 +242,12 @@ def _can_start_ranks(strategy: type[Strategy]) -> bool:
 
 
 def create_strategy(given: DDPStrategy | str, arguments: dict[str, Any]) -> DDPStrategy:
-    """Return a strategy that can start ranks for Lightning's loops, and has no options of rankwise's own."""
+    """Return a strategy that can start ranks for Lightning's loops, and has no options of rankwise's own.
+
+    Raises:
+        InvalidTypeError: for `"auto"`, an elastic strategy, or one that is not a `DDPStrategy`.
+        ConfigurationError: for arguments of an existing strategy, or options that Lightning's loops ignore.
+    """
     strategy = StrategyRegistry.create(given, **arguments) if isinstance(given, str) else given
     if not isinstance(strategy, DDPStrategy) or not _can_start_ranks(type(strategy)):
         raise InvalidTypeError(

@@ -197,7 +197,10 @@ class StageResult(NamedTuple):
 
 
 def stage_value(results: list[StageResult]) -> Any:
-    """Return the first rank's value, but the predictions of all ranks, by loader in the order of ranks."""
+    """Return the first rank's value, but the predictions of all ranks of this node.
+
+    Predictions are by loader, in the order of ranks.
+    """
     first = results[0]
     if first.num_loaders == 0:
         return first.value
