@@ -107,7 +107,7 @@ class Profiler(ABC):
     def instrument(self, owner: object, **actions: str) -> None:
         """Measure methods of an object, given as `method="action"`."""
         for method, action in actions.items():
-            object.__setattr__(owner, method, self.profiled(action, getattr(owner, method)))
+            setattr(owner, method, self.profiled(action, getattr(owner, method)))
 
     def path(self, extension: str) -> Path:
         """Return this rank's file for the stage, in a folder that exists then."""

@@ -1,5 +1,6 @@
 """What is logged, and how it is reduced over batches and ranks."""
 
+import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -309,6 +310,7 @@ def computed(kind: Any, parts: list[Any]) -> Any:
         by_rank.append(states_of(metrics))
     with merged_states(metrics, by_rank):
         value = metrics["metric"].compute()
+        pickle.dumps(metrics["metric"])  # as its compute() may do
     assert metrics["metric"].update_count == int(parts[-1] is not None)  # as before
     return value
 

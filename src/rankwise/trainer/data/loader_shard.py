@@ -152,7 +152,7 @@ class TrainData:
     ) -> None:
         for number, shard in enumerate(shards):
             shard.use_for_training(seed, strategy.global_rank, number)
-        self.limit = limit
+        self.limit = limit  # limit_train_batches
         self._shards, self._combination = shards, combination
         self.loaders = [shard.loader for shard in shards]
         self._are_certain = [shard.is_certain for shard in shards]
@@ -169,6 +169,7 @@ class TrainData:
                 self.samples_per_batch *= int(stream.batches.batch_size)
             self._is_split = shards[0].sampler is not None
             self._skips = stream is not None and not self._is_split
+            # num_batches: of the epoch on this rank, with those of an earlier run
             self._lengths, self.num_batches = [math.inf], shards[0].num_batches
             return
         self.loader = CombinedLoader(combination.restored(self.loaders), combination.mode)
@@ -185,7 +186,7 @@ class TrainData:
     def _set_lengths(self, lengths: list[float]) -> None:
         self._lengths = lengths
         length = lengths[0] if self._combination is None else self._combination.length(lengths)
-        self.num_batches = limited(length, self.limit)
+        self.num_batches = limited(length, self.limit)  # with those of an earlier run
 
     @property
     def lengths(self) -> tuple[float, ...]:

@@ -97,7 +97,10 @@ class StageLoaders:
         return self._shards(context, phase, self._made(context, phase))
 
     def _made(self, context: LoopContext, phase: str) -> Any:
-        """Return the loaders of a phase as given; a fit reloads them with random numbers of the epoch."""
+        """Return the loaders of a phase as given; a fit reloads them with random numbers of the epoch.
+
+        A run that resumes in that epoch makes the same ones.
+        """
         epoch, every = context.state.progress.current_epoch, context.options.reload_dataloaders_every_n_epochs
         context.stage.loaded_epochs[phase] = epoch
         if self.given[phase] is not None:
@@ -284,7 +287,8 @@ def _check_fraction(strategy: Strategy, phase: str, shards: list[LoaderShard], l
 
 def _warn_if_empty(strategy: Strategy, phase: str, loaders: list[Any]) -> None:
     """Warn on rank 0 of a loader without a batch, as Lightning does; it trains or evaluates nothing."""
-    is_refused = phase == "train" and len(loaders) > 1  # later
+    # Several training loaders: by default, an empty one is an error when it begins again.
+    is_refused = phase == "train" and len(loaders) > 1
     if strategy.is_global_zero and not is_refused and any(length_of(loader) == 0 for loader in loaders):
         warn(f"The {PHASE_NAMES[phase]} loader is empty: its length is 0.")
 

@@ -72,7 +72,7 @@ class AutomaticOptimization:
         self._step_arguments = num_step_arguments(context.module, "training_step")
         self._weight: float | Tensor = 1.0  # of the last batch
         self.weighting = BatchWeighting(context, schedule)
-        self.has_stepped = False  # whether the last window changed the weights
+        self.has_stepped = False  # whether the last window changed the weights; a step may have been skipped
 
     def begin_epoch(self) -> None:
         """Start the first window of an epoch; a window that was not finished is forgotten."""

@@ -13,11 +13,12 @@ if TYPE_CHECKING:
 
 
 def takes_closures(context: LoopContext) -> bool:
-    """Return whether the optimizer gets the closure, or steps after it; raise for options that exclude it.
+    """Return whether the optimizer gets the closure, or steps after it.
 
     An optimizer that needs a closure gets it, such as L-BFGS, which computes gradients several times in a
     step. If the module defines `optimizer_step`, an optimizer that is not torch's gets it too, if precision
-    and options allow that: it may call the closure twice.
+    and options allow that: it may call the closure twice. Raise ConfigurationError, on every rank, for
+    options that exclude a needed closure.
     """
     needing = [type(each).__name__ for each in context.optimizers if needs_closure(each)]
     are_torchs = all(type(each).step.__module__.startswith("torch.") for each in context.optimizers)

@@ -58,7 +58,10 @@ def _modes_kept(module: nn.Module) -> Iterator[ExitStack]:
 
 
 def _leave_inference_mode(module: nn.Module) -> None:
-    """Replace the tensors that a module got in inference mode, as metric objects must update theirs later."""
+    """Replace the tensors that a module got in inference mode, as it cannot update them outside of it.
+
+    Metric objects are reset there, for example.
+    """
     copies: dict[int, Tensor] = {}  # modules may share a tensor
     for submodule in module.modules():
         for held in (vars(submodule), submodule._buffers):
@@ -194,7 +197,10 @@ class EvaluationLoop:
         return outputs
 
     def _check_collective(self, call: Call) -> None:
-        """Refuse a collective in a step if ranks have other numbers of batches: some would never call it."""
+        """Refuse a collective in a step if ranks have different numbers of batches.
+
+        Some would never call it.
+        """
         share, replicas = self._share_in_step, ranks_of(self._context.strategy.data_parallel_group)
         is_of_replicas = len({*replicas} & {*ranks_of(call.group)}) > 1  # others have the same data
         numbers = self._numbers_of_batches(share) if share is not None and is_of_replicas else []
@@ -386,7 +392,7 @@ def run_sanity_check(
     with _checking(context):
         context.hooks.call("on_sanity_check_start")
         validation = make_validation()
-        with _limited(context, validation) as shards:
+        with _limited_to_check(context, validation) as shards:
             if validation is not None:
                 EvaluationLoop(context, shards, "validate").run()
             context.hooks.call("on_sanity_check_end")
@@ -411,7 +417,7 @@ def _checking(context: LoopContext) -> Iterator[None]:
 
 
 @contextmanager
-def _limited(context: LoopContext, validation: EvaluationLoop | None) -> Iterator[list[LoaderShard]]:
+def _limited_to_check(context: LoopContext, validation: EvaluationLoop | None) -> Iterator[list[LoaderShard]]:
     """Limit the loaders of validation to the batches of the check, in the block."""
     if validation is None:
         yield []

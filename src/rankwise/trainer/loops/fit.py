@@ -250,7 +250,11 @@ class FitLoop:
         return training_outputs(returned, self._settings.accumulate_grad_batches)
 
     def _must_skip(self, returned: object) -> bool:
-        """Return whether `on_train_batch_start` has returned -1 on any rank, by votes in the store."""
+        """Return whether `on_train_batch_start` has returned -1 on any rank.
+
+        The ranks vote in the store, without a collective operation. All ranks must call this if the module
+        defines the hook.
+        """
         is_for = isinstance(returned, int) and returned == -1
         if self._skip_votes is None:
             return is_for

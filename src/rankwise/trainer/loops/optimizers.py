@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, final
 
@@ -49,6 +49,8 @@ _REMEDIES = {"frequency": "leave it out: automatic optimisation has one optimize
 @dataclass
 class SchedulerConfig:
     """A learning rate scheduler and when it steps in automatic optimisation, which is as in Lightning.
+
+    The fields are the keys of the dictionaries that users give.
 
     Attributes:
         interval: `"epoch"` or `"step"`.
@@ -135,7 +137,8 @@ def _split(returned: Any) -> tuple[list[Any], list[Any]]:
 def _scheduler_config(given: Any, module: TrainingModule) -> SchedulerConfig:
     is_automatic = module.automatic_optimization
     options = given if isinstance(given, Mapping) else {"scheduler": given}
-    check_keywords(f"lr_scheduler in {_METHOD}", options, SchedulerConfig.__dataclass_fields__, _REMEDIES)
+    keys = (each.name for each in fields(SchedulerConfig))
+    check_keywords(f"lr_scheduler in {_METHOD}", options, keys, _REMEDIES)
     config = SchedulerConfig(**{"scheduler": None, **options})
     _check_scheduler(config.scheduler, module)
     if is_automatic and config.needs_metric and config.monitor is None:
@@ -367,11 +370,11 @@ def _restore_groups(
 ) -> bool:
     """Give an optimizer the groups that were saved, if they have more parameters; return whether they do.
 
-    Parameters that are not in the module get their values; a ConfigurationError says that one was added after
-    the creation of the optimizer. Other groups do not change.
+    Parameters that are not in the module get their values. Raise ConfigurationError for one that was added
+    after the optimizer's creation: nothing tells which parameter it was. Other groups do not change.
     """
     own, wanted = _keyed(_groups_of(optimizer, module, model_parameters)), _keyed(saved)
-    mains = dict(zip((key for key, _ in chain(*own)), parameters_of(optimizer), strict=False))
+    mains = dict(zip((key for key, _ in chain(*own)), parameters_of(optimizer), strict=True))
     named = dict(module.named_parameters())
     wanted_keys = {key for key, _ in chain(*wanted)}
     is_known = all(key in named for key in wanted_keys if isinstance(key, str))

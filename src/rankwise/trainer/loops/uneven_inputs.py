@@ -89,7 +89,10 @@ class BatchSchedule:
         return self._counted(own, done) if self.is_counted else self._known(own, done)
 
     def weight(self, first: int, end: int) -> float:
-        """Return the factor that makes the ranks' average the mean of real batches, `first` to `end` - 1."""
+        """Return the factor that makes the ranks' average the mean of real batches, `first` to `end` - 1.
+
+        The ranks' numbers of batches must be known.
+        """
         if self.is_padding:
             return 0.0
         if end <= self._shortest:  # every rank has all of them
@@ -245,8 +248,9 @@ def discard_new_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
 class PaddingGradients:
     """Remove the gradients of parameters that only padding steps have used in a window.
 
-    In one process, a parameter that no batch has used has no gradient, and the optimizer skips it. With a
-    gradient of 0 instead, momentum and weight decay would still change the parameter.
+    A model may use only some of its parameters for a batch. In one process, a parameter that no batch has
+    used has no gradient, and the optimizer skips it. With a gradient of 0 instead, momentum and weight decay
+    would still change the parameter.
 
     Where gradients are averaged after the backward passes, a rank discards what its padding step has created.
     Where DDP averages them within, and searches for unused parameters, the ranks agree after a window with
@@ -263,7 +267,10 @@ class PaddingGradients:
         self._used: set[int] | None = None  # numbers of parameters; None until a rank pads in this window
 
     def separate(self, is_padding: bool) -> AbstractContextManager[None]:
-        """Return the block of a backward pass, within the synchronisation, that is padding on some rank."""
+        """Return the block of a backward pass of a batch that is padding on some rank.
+
+        It is inside of the gradient synchronisation. `is_padding`: whether it is padding on this rank.
+        """
         if self._must_agree:
             return self._record_used(is_padding)
         if not is_padding:

@@ -173,6 +173,7 @@ class BatchWeighting:
             return 0.0 if self._schedule.is_padding else self._counted_weight
         if sizes is None:
             return self._schedule.weight(first, end)
+        # ends: after each rank's last batch before `end`; all alike if these replicas' lengths are unknown
         lengths = self._schedule.lengths
         if len(lengths) != sizes.num_replicas:
             lengths = (end,) * sizes.num_replicas

@@ -127,16 +127,23 @@ def merged_states(metrics: Metrics, by_rank: Sequence[States]) -> Iterator[None]
     try:
         set_states(metrics, merged(metrics, by_rank))
         for metric in metrics.values():
-            metric.distributed_available_fn = lambda: False
+            metric.distributed_available_fn = _never  # no lambda: compute() may pickle the metric
         yield
     finally:
         for metric, values in kept:
             metric.__dict__.update(values)
 
 
+def _never() -> bool:
+    return False
+
+
 @contextmanager
 def empty_lists_refused(metrics: Metrics, remedy: str) -> Iterator[None]:
-    """Refuse to compute a metric object in the block if its lists are empty: other ranks exchange more."""
+    """Raise if a metric object communicates in the block while its lists are empty here.
+
+    Other ranks exchange more tensors.
+    """
 
     def refuse(name: str, metric: Any) -> bool:
         raise ConfigurationError(

@@ -168,25 +168,24 @@ def ranks_of_group(name: str, group: Any) -> tuple[int, ...]:
     return tuple(ranks)
 
 
-def check_over_ranks(
-    name: str,
-    reduce_fx: str,
-    sync_dist: bool | None,
-    sync_dist_group: Any,
-    rank_zero_only: bool,
-    *,
-    is_object: bool,
-    is_synced: bool,
+def check_object_options(
+    name: str, reduce_fx: str, sync_dist: bool | None, sync_dist_group: Any, rank_zero_only: bool
 ) -> None:
-    """Raise ConfigurationError for options that contradict each other, have no effect, or do not exist."""
-    has_group = sync_dist_group is not None
-    if is_object and (reduce_fx != "mean" or sync_dist is False or has_group or rank_zero_only):
+    """Raise ConfigurationError for options that a metric object does not have."""
+    if reduce_fx != "mean" or sync_dist is False or sync_dist_group is not None or rank_zero_only:
         raise ConfigurationError(
             message=f"log({name!r}) got a metric object, which is computed over all ranks, in its own way.",
             facts=f"reduce_fx={reduce_fx!r}, sync_dist={sync_dist!r}, sync_dist_group={sync_dist_group!r}, "
             f"rank_zero_only={rank_zero_only!r}.",
             remedy="leave these out; for this rank's value: value = metric(...), then self.log(name, value).",
         )
+
+
+def check_over_ranks(
+    name: str, sync_dist: bool | None, sync_dist_group: Any, rank_zero_only: bool, *, is_synced: bool
+) -> None:
+    """Raise ConfigurationError for options that contradict each other, or have no effect."""
+    has_group = sync_dist_group is not None
     if rank_zero_only and (sync_dist or has_group):
         raise ConfigurationError(
             message=f"log({name!r}) reduces over ranks, but counts global rank 0 only.",

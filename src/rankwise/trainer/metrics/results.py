@@ -29,6 +29,7 @@ from rankwise.trainer.metrics.options import (
     Options,
     Part,
     RankParts,
+    check_object_options,
     check_over_ranks,
     number_of,
     parts_by_name,
@@ -106,7 +107,10 @@ class Results:
         self._suffix, self._position = "", None
 
     def begin_batch(self, batch_size: int | None, *, is_muted: bool = False) -> None:
-        """Weight the values logged from here on by `batch_size`, None for unknown; or ignore them."""
+        """Weight the values logged from here on by `batch_size`, None for unknown.
+
+        With `is_muted`, ignore them.
+        """
         self._is_muted = is_muted
         self._num_batches += not is_muted
         if self._position is not None:
@@ -157,9 +161,11 @@ class Results:
             reduce_fx = reduction_named(reduce_fx)
         is_object = not isinstance(value, Tensor) and is_metric_object(value)
         is_synced = is_object or (self._is_evaluation if sync_dist is None else sync_dist)
-        if is_object or rank_zero_only or sync_dist_group is not None:
-            over_ranks = (sync_dist, sync_dist_group, rank_zero_only)
-            check_over_ranks(name, reduce_fx, *over_ranks, is_object=is_object, is_synced=is_synced)
+        over_ranks = (sync_dist, sync_dist_group, rank_zero_only)
+        if is_object:
+            check_object_options(name, reduce_fx, *over_ranks)
+        else:
+            check_over_ranks(name, *over_ranks, is_synced=is_synced)
         by_step, by_epoch = self._moments(value if is_object else None, on_step, on_epoch)
         options = Options(
             reduce_fx,
@@ -171,7 +177,7 @@ class Results:
             rank_zero_only,
             None if sync_dist_group is None else ranks_of_group(name, sync_dist_group),
             self._suffix if add_dataloader_idx else "",
-            bool(sync_dist) and not is_object,
+            sync_steps=bool(sync_dist) and not is_object,
         )
         if not (by_step or by_epoch):
             raise ConfigurationError(
