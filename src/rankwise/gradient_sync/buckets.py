@@ -78,7 +78,7 @@ def reduce_listed(
         write_means(members, flat, flat[sum(parameter.numel() for parameter in members) :].tolist())
     if weight is None:
         return None
-    return float(works[0][1][-1]) if is_weight_inside else all_reduce(weight, group)
+    return float(works[0][1][-1]) if is_weight_inside else all_reduce(float(weight), group)
 
 
 @final
