@@ -39,10 +39,11 @@ def all_parameters(
     returns the originals, which get the gradients.
     """
     inner = module.module if isinstance(module, DistributedDataParallel) else module
-    averaged = _averaged(inner)
-    ignored = {id(parameter) for name, parameter in inner.named_parameters() if name not in averaged}
+    ignored_names = set(getattr(inner, "_ddp_params_and_buffers_to_ignore", ()))
+    named = list(inner.named_parameters())
+    ignored = {id(parameter) for name, parameter in named if name in ignored_names}
     given = optimizers if isinstance(optimizers, Iterable) else [optimizers]
-    found = chain(averaged.values(), *map(parameters_of, given))
+    found = chain((parameter for _, parameter in named), *map(parameters_of, given))
     return list({id(parameter): parameter for parameter in found if id(parameter) not in ignored}.values())
 
 
@@ -85,7 +86,7 @@ def check_parameters(module: nn.Module) -> None:
 
 def _averaged(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters by name, except those that DDP is configured to ignore."""
-    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     return {name: parameter for name, parameter in module.named_parameters() if name not in ignored}
 
 
