@@ -72,7 +72,8 @@ class BatchStream(Sampler[Any]):
         return remaining if self.worker_seed is None else self._seeded(remaining, self.worker_seed)
 
     def _drawn(self) -> Iterator[Any]:
-        if ShardedSampler in (type(self.sampler), type(self.batches)) or math.isinf(length_of(self.batches)):
+        is_ours = isinstance(self.sampler, ShardedSampler) or isinstance(self.batches, ShardedSampler)
+        if is_ours or math.isinf(length_of(self.batches)):
             return iter(self.batches)  # a `ShardedSampler` seeds itself; others may be endless
         user_seed = own_seed(self.batches)
         seed = mixed_seed(self.seed if user_seed is None else user_seed, self.epoch, *self.variant)

@@ -270,8 +270,10 @@ def _resampled(loader: Loader, sampler: Any, **changes: Any) -> Loader:
     """Return a copy of `loader` that gets its samples, or torch's batches of them, from `sampler`."""
     if loader.batch_sampler is None:
         return with_indices_from(loader, sampler)
-    resampled = copy.copy(loader.batch_sampler)
-    vars(resampled).update(sampler=sampler, **changes)
+    resampled: Any = copy.copy(loader.batch_sampler)
+    resampled.sampler = sampler
+    for name, value in changes.items():
+        setattr(resampled, name, value)
     return with_indices_from(loader, resampled, sampler)
 
 
