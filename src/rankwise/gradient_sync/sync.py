@@ -88,13 +88,6 @@ class _OfModule:
         """The parameter that carries the weights in DDP's buckets, if there is one."""
         return None if self.weights is None else self.weights.carrier
 
-    def check_averaged(self, wrapped: Any, before: Any) -> None:
-        """Check that DDP has averaged all gradients in the last backward pass."""
-        if self.weights is None:
-            check_finished(wrapped)
-        else:
-            self.weights.check_averaged(wrapped, before)
-
 
 @final
 class GradientSync:
@@ -340,8 +333,11 @@ class GradientSync:
             if tracked is not None:
                 tracked.is_checked = False
         is_averaged = isinstance(module, DistributedDataParallel) and is_reducing
-        if is_averaged:
-            own.check_averaged(module, before)
+        if isinstance(module, DistributedDataParallel) and is_averaged:
+            if own.weights is None:
+                check_finished(module)
+            else:
+                own.weights.check_averaged(module, before)
         if is_final_microbatch:
             self._end_window(module, own, used, parameters_of, group, is_averaged=is_averaged)
         if now_hooked := hooked_parameters(trained):
