@@ -125,7 +125,9 @@ def _without_last_batch(loader: Loader, batches: BatchSampler) -> Loader:
 def in_dataset_order(loader: Loader) -> Loader:
     """Return `loader` in the order of the data, if torch's own samplers shuffle or split it.
 
-    Samplers that select samples (by weights, a subset, with replacement) and users' own stay.
+    That replaces the sampler of `DataLoader(shuffle=True)` and a `DistributedSampler` by a
+    `SequentialSampler`. Samplers that select samples (by weights, a subset, with replacement) and users' own
+    stay.
     """
     sampler = _sampler_of(loader) if is_shardable(loader) else None
     source: Any = None

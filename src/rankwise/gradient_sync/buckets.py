@@ -116,7 +116,7 @@ def reduce_with_hook(
 ) -> None:
     """Average gradients as `reduce_gradients` does, with a hook, which gets one `HookBucket` after the other.
 
-    A separate all-reduce says which gradients exist, because a hook may round or drop the flags.
+    A separate all-reduce says which gradients exist, because a hook may round or drop the flags. Collective.
     """
     require_dense(parameters)
     buckets = list(buckets_of(parameters, BUCKET_BYTES))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _BUCKET_BYTES = 250 * 2**20  # what DDP takes for the same broadcast
 ParametersOf = Callable[["Optimizer"], Iterable[Tensor]]
+"""Returns the model's parameters that an optimizer updates, directly or as copies."""
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -116,6 +117,7 @@ def check_local_changes(module: nn.Module, strategy: object) -> None:
 
 
 def _has_accumulate_hooks(parameter: Tensor, strategy: object) -> bool:
+    # Hooks that are methods of the strategy are its own way to average.
     hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     return bool(hooks) and any(
         not str(getattr(hook, "__module__", "")).startswith("rankwise.")
@@ -149,7 +151,10 @@ def check_dense(module: nn.Module, averager: str) -> None:
 
 
 def share_buffers_next(module: nn.Module) -> None:
-    """Make DDP broadcast rank 0's buffers before the next forward pass, as it does not after `no_sync`."""
+    """Make DDP broadcast rank 0's buffers before the next forward pass.
+
+    DDP does so itself after it averaged gradients, but not after `no_sync`.
+    """
     if isinstance(module, DistributedDataParallel):
         module.require_forward_param_sync = True
 

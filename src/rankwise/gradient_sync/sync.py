@@ -481,7 +481,10 @@ class GradientSync:
             self._averaging.after_step(optimizer)
 
     def average_models(self) -> None:
-        """Give all ranks the mean of their models, if a hook has let them diverge. Collective."""
+        """Give all ranks the mean of their models, if a hook has let them diverge. Collective.
+
+        After a failure on this rank its own model stays.
+        """
         if self._averaging is not None and not is_after_failure():
             self._averaging.average_now()
 
