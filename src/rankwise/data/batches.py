@@ -26,7 +26,10 @@ T = TypeVar("T")
 
 @final
 class SeededBatch(list[Any]):
-    """Indices of a batch; iterating over them seeds the random numbers that a worker draws for the batch."""
+    """Indices of a batch; iterating over them seeds the process's random numbers.
+
+    So a worker draws the same random numbers for a batch, whatever it has loaded before.
+    """
 
     def __init__(self, indices: list[Any], seed: int) -> None:
         super().__init__(indices)
@@ -72,7 +75,8 @@ class BatchStream(Sampler[Any]):
         return remaining if self.worker_seed is None else self._seeded(remaining, self.worker_seed)
 
     def _drawn(self) -> Iterator[Any]:
-        if ShardedSampler in (type(self.sampler), type(self.batches)) or math.isinf(length_of(self.batches)):
+        is_ours = isinstance(self.sampler, ShardedSampler) or isinstance(self.batches, ShardedSampler)
+        if is_ours or math.isinf(length_of(self.batches)):
             return iter(self.batches)  # a `ShardedSampler` seeds itself; others may be endless
         user_seed = own_seed(self.batches)
         seed = mixed_seed(self.seed if user_seed is None else user_seed, self.epoch, *self.variant)
@@ -86,7 +90,10 @@ class BatchStream(Sampler[Any]):
 
 
 def with_batch_stream(loader: Loader, *, seed: int, rank: int) -> tuple[Loader, int]:
-    """Return `loader` with its batches of indices, if any, as a `BatchStream`; and its `start_with_seed`."""
+    """Return `loader` with its batches of indices, if any, as a `BatchStream`; and a seed.
+
+    The seed is for `start_with_seed`, made of `seed` and that of the loader's own generator, if it has one.
+    """
     generator = getattr(loader, "generator", None)
     own = seed if generator is None else mixed_seed(seed, generator.initial_seed())
     if not is_shardable(loader) or loader.batch_sampler is None:

@@ -125,7 +125,9 @@ def _without_last_batch(loader: Loader, batches: BatchSampler) -> Loader:
 def in_dataset_order(loader: Loader) -> Loader:
     """Return `loader` in the order of the data, if torch's own samplers shuffle or split it.
 
-    Samplers that select samples (by weights, a subset, with replacement) and users' own stay.
+    That replaces the sampler of `DataLoader(shuffle=True)` and a `DistributedSampler` by a
+    `SequentialSampler`. Samplers that select samples (by weights, a subset, with replacement) and users' own
+    stay.
     """
     sampler = _sampler_of(loader) if is_shardable(loader) else None
     source: Any = None
@@ -270,8 +272,10 @@ def _resampled(loader: Loader, sampler: Any, **changes: Any) -> Loader:
     """Return a copy of `loader` that gets its samples, or torch's batches of them, from `sampler`."""
     if loader.batch_sampler is None:
         return with_indices_from(loader, sampler)
-    resampled = copy.copy(loader.batch_sampler)
-    vars(resampled).update(sampler=sampler, **changes)
+    resampled: Any = copy.copy(loader.batch_sampler)
+    resampled.sampler = sampler
+    for name, value in changes.items():
+        setattr(resampled, name, value)
     return with_indices_from(loader, resampled, sampler)
 
 

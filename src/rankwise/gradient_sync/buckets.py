@@ -78,7 +78,7 @@ def reduce_listed(
         write_means(members, flat, flat[sum(parameter.numel() for parameter in members) :].tolist())
     if weight is None:
         return None
-    return float(works[0][1][-1]) if is_weight_inside else all_reduce(weight, group)
+    return float(works[0][1][-1]) if is_weight_inside else all_reduce(float(weight), group)
 
 
 @final
@@ -116,7 +116,7 @@ def reduce_with_hook(
 ) -> None:
     """Average gradients as `reduce_gradients` does, with a hook, which gets one `HookBucket` after the other.
 
-    A separate all-reduce says which gradients exist, because a hook may round or drop the flags.
+    A separate all-reduce says which gradients exist, because a hook may round or drop the flags. Collective.
     """
     require_dense(parameters)
     buckets = list(buckets_of(parameters, BUCKET_BYTES))
@@ -128,11 +128,11 @@ def reduce_with_hook(
     flags = [float(member.grad is not None) for members in buckets for member in members]
     exist = torch.tensor(flags, device=buckets[0][0].device)
     dist.all_reduce(exist, group=group)
-    exists = iter(exist.tolist())
-    for members, future in zip(buckets, futures, strict=True):
+    flags_by_bucket = exist.cpu().split([len(members) for members in buckets])
+    for members, future, exists in zip(buckets, futures, flags_by_bucket, strict=True):
         reduced: Any = future.wait()
         flat = reduced if isinstance(reduced, Tensor) else reduced[0]
-        write_means(members, flat, exists)
+        write_means(members, flat, exists.tolist())
 
 
 def require_dense(parameters: Iterable[Tensor]) -> None:
@@ -171,8 +171,8 @@ def concatenated_gradients(parameters: Sequence[Tensor], *tail: Tensor) -> Tenso
         return flat.clone() if len(pieces) == 1 else flat  # torch does not copy a single tensor
 
 
-def write_means(parameters: Sequence[Tensor], flat: Tensor, exists: Iterable[float]) -> None:
-    """Copy flat averaged gradients into those of `parameters` for which the next of `exists` is not 0."""
+def write_means(parameters: Sequence[Tensor], flat: Tensor, exists: Sequence[float]) -> None:
+    """Copy flat averaged gradients into those of `parameters` for which `exists` is not 0."""
     targets, sources = [], []
     means = _unflatten_dense_tensors(flat, parameters)
     for parameter, mean, flag in zip(parameters, means, exists, strict=False):

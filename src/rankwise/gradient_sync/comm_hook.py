@@ -293,5 +293,5 @@ def state_for_rank(saved: Sequence[Mapping[str, Any]], rank: int, world_size: in
     state = dict(saved[0])
     if errors := state.get("errors"):
         by_name = {name: [own["errors"][name] for own in saved if name in own["errors"]] for name in errors}
-        state["errors"] = {name: torch.stack(own).sum(dim=0) / len(saved) for name, own in by_name.items()}
+        state["errors"] = {name: torch.stack(each).sum(dim=0) / len(saved) for name, each in by_name.items()}
     return state

@@ -1,4 +1,4 @@
-"""`CommHookRegistry`: communication hooks by name; those that are there by default, and what they need."""
+"""`CommHookRegistry`: hooks by name, the default ones, and the average of models for post-local SGD."""
 
 from __future__ import annotations
 
@@ -194,10 +194,10 @@ def check_powersgd_device(device: torch.device) -> None:
 @final
 @dataclass(eq=False)
 class PowerSGDMemory:
-    """torch's `PowerSGDState`, with what it keeps by bucket index also by the parameters' names.
+    """torch's `PowerSGDState`, whose memory is also kept by parameter name.
 
-    This is the error feedback (what compression lost) and the last approximation. DDP rebuilds its buckets
-    after the first step, and so after each restart.
+    The memory is the error feedback (what compression lost) and the last approximation. torch keeps it by
+    bucket index only, but DDP rebuilds its buckets after the first step, and so after each restart.
     """
 
     state: PowerSGDState

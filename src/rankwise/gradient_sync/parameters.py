@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _BUCKET_BYTES = 250 * 2**20  # what DDP takes for the same broadcast
 ParametersOf = Callable[["Optimizer"], Iterable[Tensor]]
+"""Returns the model's parameters that an optimizer updates, directly or as copies."""
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -39,10 +40,11 @@ def all_parameters(
     returns the originals, which get the gradients.
     """
     inner = module.module if isinstance(module, DistributedDataParallel) else module
-    averaged = _averaged(inner)
-    ignored = {id(parameter) for name, parameter in inner.named_parameters() if name not in averaged}
+    ignored_names = set(getattr(inner, "_ddp_params_and_buffers_to_ignore", ()))
+    named = list(inner.named_parameters())
+    ignored = {id(parameter) for name, parameter in named if name in ignored_names}
     given = optimizers if isinstance(optimizers, Iterable) else [optimizers]
-    found = chain(averaged.values(), *map(parameters_of, given))
+    found = chain((parameter for _, parameter in named), *map(parameters_of, given))
     return list({id(parameter): parameter for parameter in found if id(parameter) not in ignored}.values())
 
 
@@ -85,7 +87,7 @@ def check_parameters(module: nn.Module) -> None:
 
 def _averaged(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters by name, except those that DDP is configured to ignore."""
-    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     return {name: parameter for name, parameter in module.named_parameters() if name not in ignored}
 
 
@@ -115,6 +117,7 @@ def check_local_changes(module: nn.Module, strategy: object) -> None:
 
 
 def _has_accumulate_hooks(parameter: Tensor, strategy: object) -> bool:
+    # Hooks that are methods of the strategy are its own way to average.
     hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     return bool(hooks) and any(
         not str(getattr(hook, "__module__", "")).startswith("rankwise.")
@@ -148,7 +151,10 @@ def check_dense(module: nn.Module, averager: str) -> None:
 
 
 def share_buffers_next(module: nn.Module) -> None:
-    """Make DDP broadcast rank 0's buffers before the next forward pass, as it does not after `no_sync`."""
+    """Make DDP broadcast rank 0's buffers before the next forward pass.
+
+    DDP does so itself after it averaged gradients, but not after `no_sync`.
+    """
     if isinstance(module, DistributedDataParallel):
         module.require_forward_param_sync = True
 

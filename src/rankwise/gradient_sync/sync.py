@@ -88,13 +88,6 @@ class _OfModule:
         """The parameter that carries the weights in DDP's buckets, if there is one."""
         return None if self.weights is None else self.weights.carrier
 
-    def check_averaged(self, wrapped: Any, before: Any) -> None:
-        """Check that DDP has averaged all gradients in the last backward pass."""
-        if self.weights is None:
-            check_finished(wrapped)
-        else:
-            self.weights.check_averaged(wrapped, before)
-
 
 @final
 class GradientSync:
@@ -340,8 +333,11 @@ class GradientSync:
             if tracked is not None:
                 tracked.is_checked = False
         is_averaged = isinstance(module, DistributedDataParallel) and is_reducing
-        if is_averaged:
-            own.check_averaged(module, before)
+        if isinstance(module, DistributedDataParallel) and is_averaged:
+            if own.weights is None:
+                check_finished(module)
+            else:
+                own.weights.check_averaged(module, before)
         if is_final_microbatch:
             self._end_window(module, own, used, parameters_of, group, is_averaged=is_averaged)
         if now_hooked := hooked_parameters(trained):
@@ -485,7 +481,10 @@ class GradientSync:
             self._averaging.after_step(optimizer)
 
     def average_models(self) -> None:
-        """Give all ranks the mean of their models, if a hook has let them diverge. Collective."""
+        """Give all ranks the mean of their models, if a hook has let them diverge. Collective.
+
+        After a failure on this rank its own model stays.
+        """
         if self._averaging is not None and not is_after_failure():
             self._averaging.average_now()
 

@@ -29,7 +29,10 @@ def hooks_kept(hooked: Sequence[Tensor], module: nn.Module, *, is_averaged: bool
     Args:
         hooked: parameters that have hooks, and whose gradients are averaged over the ranks.
         module: contains them, for messages.
-        is_averaged: whether gradients are averaged after the block, which yields the hooks for `call_hooks`.
+        is_averaged: whether gradients are averaged after the block.
+
+    Yields:
+        The hooks for `call_hooks`, once the block has ended.
     """
     later: KeptHooks = []
     found = [(each, {**(each._backward_hooks or {})}) for each in hooked]

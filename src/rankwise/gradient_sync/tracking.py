@@ -50,11 +50,11 @@ class TrackedModule:
     def __init__(
         self,
         module: nn.Module,
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup | None,  # None for all; without a process group this is the only rank
         *,
         is_new: bool,
-        timeout: timedelta = _TIMEOUT,
-        monitor: RankMonitor | None = None,
+        timeout: timedelta = _TIMEOUT,  # how long to wait for the other ranks if a rank has changed something
+        monitor: RankMonitor | None = None,  # this rank's, if it has one
     ) -> None:
         self._group = group
         self._known_sets: set[tuple[int, ...]] = set()
@@ -142,6 +142,10 @@ def rebuild_reducer(wrapped: DistributedDataParallel, apart: Container[int] = ()
     """Make DDP average the parameters that require a gradient now, in new buckets, with the same hook.
 
     It does not average parameters with an id in `apart`.
+
+    Raises:
+        ConfigurationError: when nothing is left to train; with `mixed_precision` or torch's Python reducer;
+            or when rankwise does not know the reducer of this torch.
     """
     if problem := _cannot_rebuild(wrapped):
         raise ConfigurationError(
@@ -205,8 +209,8 @@ class TrainedSet:
     of what the submodules hold, and flat lists to compare with.
 
     Attributes:
-        all: the parameters, trained or not, in an order that is the same on every rank; of the optimizers
-            too, without parameters that DDP ignores.
+        all: the parameters of module and optimizers, trained or not, without those that DDP ignores; in an
+            order that is the same on every rank.
         trained: those that require a gradient.
         inside: the ids of the module's parameters, including parameters that DDP ignores.
         unowned: the module's parameters by name that no optimizer updates, once optimizers are known.

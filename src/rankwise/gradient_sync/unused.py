@@ -11,6 +11,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, final
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -122,7 +123,8 @@ class UnusedParameterMonitor:
         if not is_final_microbatch or self._num_reductions < self.LENGTH:
             return
         self._is_done = True
-        found = all_reduce(self._found, wrapped.process_group, "max")
+        flag = torch.tensor(self._found, device=next(wrapped.parameters()).device)
+        found = all_reduce(flag, wrapped.process_group, "max")
         if not found and dist.get_rank(wrapped.process_group) == 0:
             number = len(reduced_names(wrapped))
             warn(

@@ -66,7 +66,8 @@ class WeightUnit:
 class WeightAccumulator:
     """Accumulates this rank's weights over a window of microbatches of one module.
 
-    Every loss is multiplied by its weight, so the averaged gradients are divided by the mean of the weights.
+    Every loss is multiplied by its weight, so the averaged gradients are divided by the mean of the weights;
+    the result is the weighted average over all microbatches of all ranks.
     """
 
     is_weighted: bool  # whether a loss got a weight in this microbatch
@@ -213,8 +214,9 @@ class WeightCarrier:
 class WeightedReduction:
     """A communication hook that averages buckets, and the ranks' weights with them.
 
-    The weight is one more element of the first bucket, which is sent in full precision, or is sent alone if
-    that is sparse. Another hook, with `group` as its state, averages the other buckets.
+    It serves wrappers that cannot use a `WeightCarrier`. The weight is one more element of the first bucket,
+    which is sent in full precision, or is sent alone if that is sparse. Another hook, with `group` as its
+    state, averages the other buckets.
     """
 
     weights: WeightAccumulator
@@ -283,7 +285,10 @@ def _gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _divide_tensors(gradients: list[Tensor], mean: float | Tensor) -> None:
-    """Divide gradients, unless the mean is 0; do not wait for its device unless gradients are on several."""
+    """Divide gradients in place; those of a mean of 0 are zeros, and stay.
+
+    It waits for no device unless the gradients are on several.
+    """
     is_there = isinstance(mean, Tensor) and all(gradient.device == mean.device for gradient in gradients)
     if isinstance(mean, Tensor) and is_there and not mean.is_cpu:
         divisor = mean.clamp_min(torch.finfo(mean.dtype).tiny)

@@ -1,4 +1,4 @@
-"""The built-in precisions, by name: `create_precision`; and the dynamic loss scaling of float16."""
+"""The built-in precisions (`create_precision`); dynamic loss scaling of float16; 32-bit master weights."""
 
 from __future__ import annotations
 

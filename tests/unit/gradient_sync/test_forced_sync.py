@@ -91,12 +91,12 @@ def test_a_bucket_holds_one_dtype() -> None:
         for parameter in parameters[rank]:
             parameter.grad = torch.full_like(parameter, rank)
         return reduce_gradients(parameters[rank], weight=rank + 1), reduce_gradients(
-            parameters[rank][1:2], weight=1000 + rank
+            parameters[rank][1:2], weight=20_000_000 + 2 * rank
         )
 
     with counted_reductions() as counted:
         means = run_ranks(2, reduce)
-    assert means == [(1.5, 1000.5)] * 2
+    assert means == [(1.5, 20_000_001)] * 2
     assert counted[0] == [4 + 2 + 1, 2 + 1, 2 + 1, 1]
     assert all(float(parameter.grad[0]) == 0.5 for parameter in parameters[0] if parameter.grad is not None)
 
