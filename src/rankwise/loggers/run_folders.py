@@ -14,14 +14,13 @@ from typing import Any, final
 from torch import nn
 
 from rankwise.checks import check_installed, check_minimum
-from rankwise.loggers.base import (
+from rankwise.loggers.base import Logger, rank_zero_experiment
+from rankwise.loggers.values import (
     HyperParameters,
-    Logger,
     flat_parameters,
     image_array,
     nested_parameters,
     numbers,
-    rank_zero_experiment,
 )
 from rankwise.nested import to_device
 from rankwise.paths import absolute_path

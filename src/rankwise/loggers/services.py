@@ -20,14 +20,13 @@ from torch import nn
 
 from rankwise.checks import check_installed
 from rankwise.errors import ConfigurationError
-from rankwise.loggers.base import (
+from rankwise.loggers.base import Logger, rank_zero_experiment
+from rankwise.loggers.values import (
     HyperParameters,
-    Logger,
     flat_parameters,
     image_array,
     nested_parameters,
     numbers,
-    rank_zero_experiment,
 )
 from rankwise.paths import absolute_path
 from rankwise.ranks import rank_zero_only
