@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -159,7 +158,6 @@ def multiplicative(epoch: int) -> float:
     return 2.0
 
 
-@dataclass(eq=False, repr=False)
 class BackboneFinetuning(BaseFinetuning):
     """Freeze `module.backbone`, and train it from an epoch on, with a learning rate that then rises.
 
@@ -183,26 +181,36 @@ class BackboneFinetuning(BaseFinetuning):
         ConfigurationError: in `fit`, if the module's `backbone` is not a module.
     """
 
-    unfreeze_backbone_at_epoch: int = 10
-    lambda_func: Callable[[int], float] = multiplicative
-    backbone_initial_ratio_lr: float = 10e-2
-    backbone_initial_lr: float | None = None
-    should_align: bool = True
-    initial_denom_lr: float = _DENOMINATOR
-    train_bn: bool = True
-    verbose: bool = False
-    rounding: int = 12
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        unfreeze_backbone_at_epoch: int = 10,
+        lambda_func: Callable[[int], float] = multiplicative,
+        backbone_initial_ratio_lr: float = 10e-2,
+        backbone_initial_lr: float | None = None,
+        should_align: bool = True,
+        initial_denom_lr: float = _DENOMINATOR,
+        train_bn: bool = True,
+        verbose: bool = False,
+        rounding: int = 12,
+    ) -> None:
         super().__init__()
-        check_minimum("unfreeze_backbone_at_epoch", self.unfreeze_backbone_at_epoch, 0)
+        check_minimum("unfreeze_backbone_at_epoch", unfreeze_backbone_at_epoch, 0)
         is_unused = type(self).finetune_function is BackboneFinetuning.finetune_function
-        if is_unused and self.initial_denom_lr != _DENOMINATOR:
+        if is_unused and initial_denom_lr != _DENOMINATOR:
             raise ConfigurationError(
-                message=f"BackboneFinetuning(initial_denom_lr={self.initial_denom_lr}) has no effect.",
+                message=f"BackboneFinetuning(initial_denom_lr={initial_denom_lr}) has no effect.",
                 facts="backbone_initial_ratio_lr and backbone_initial_lr determine the learning rate.",
                 remedy="leave it out, and give one of them.",
             )
+        self.unfreeze_backbone_at_epoch = unfreeze_backbone_at_epoch
+        self.lambda_func = lambda_func
+        self.backbone_initial_ratio_lr = backbone_initial_ratio_lr
+        self.backbone_initial_lr = backbone_initial_lr
+        self.should_align = should_align
+        self.initial_denom_lr = initial_denom_lr
+        self.train_bn = train_bn
+        self.verbose = verbose
+        self.rounding = rounding
         self.previous_backbone_lr: float | None = None
 
     def state_dict(self) -> dict[str, Any]:

@@ -52,26 +52,26 @@ def summary_of(module: nn.Module, max_depth: int = 1) -> str:
     rows = []
     for name, part in module.named_modules():
         if name and (max_depth == -1 or name.count(".") < max_depth):
-            total, trainable, _, unknown = _sizes(part)
+            total, trainable, _, has_lazy = _sizes(part)
+            mark = " ?" if has_lazy else ""
             mode = "train" if part.training else "eval"
-            rows.append((name, type(part).__name__, f"{total:,}{unknown}", f"{trainable:,}{unknown}", mode))
-    total, trainable, num_bytes, unknown = _sizes(module)
+            rows.append((name, type(part).__name__, f"{total:,}{mark}", f"{trainable:,}{mark}", mode))
+    total, trainable, num_bytes, has_lazy = _sizes(module)
     totals = (
         f"{total:,} parameters ({trainable:,} trainable, {total - trainable:,} frozen), "
         f"{num_bytes / _BYTES_PER_MB:,.3f} MB"
     )
-    lazy = ["? has parameters whose shape the first batch determines"] if unknown else []
+    lazy = ["? has parameters whose shape the first batch determines"] if has_lazy else []
     return "\n".join([*(_aligned([_HEADER, *rows]) if rows else ()), totals, *lazy])
 
 
-def _sizes(module: nn.Module) -> tuple[int, int, int, str]:
-    """Return the numbers of all and of trainable parameters, the bytes, and " ?" if some are unknown."""
+def _sizes(module: nn.Module) -> tuple[int, int, int, bool]:
+    """Return the numbers of all and of trainable parameters, the bytes, and whether some are lazy."""
     parameters = list(module.parameters())
     known: list[Tensor] = [each for each in parameters if not isinstance(each, UninitializedParameter)]
     trainable = sum(each.numel() for each in known if each.requires_grad)
     num_bytes = sum(each.numel() * each.element_size() for each in known)  # sparse ones have no nbytes
-    unknown = " ?" if len(known) < len(parameters) else ""
-    return sum(each.numel() for each in known), trainable, num_bytes, unknown
+    return sum(each.numel() for each in known), trainable, num_bytes, len(known) < len(parameters)
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from rankwise.trainer import Trainer, TrainingModule
 
-_UNITS = {"lengths": "items"}  # in the name of a rate, where it is not the name of the total
+_RATE_NAMES = {"lengths": "items"}  # "lengths" is the total, "items_per_sec" its rate
 
 
 class LoggingCallback(Callback):
@@ -283,10 +283,10 @@ class ThroughputMonitor(LoggingCallback):
 
     @torch.no_grad()
     def _add(self, phase: str, batch: Any) -> None:
+        # First, as it may wait for the GPU: the clock then counts the batch's work.
+        lengths = {} if self.length_fn is None else {"lengths": int(self.length_fn(batch))}
         now = time.perf_counter() - (self._training_paused if phase == "train" else 0.0)
-        added = {"batches": 1, "samples": int(self.batch_size_fn(batch))}
-        if self.length_fn is not None:
-            added["lengths"] = int(self.length_fn(batch))
+        added = {"batches": 1, "samples": int(self.batch_size_fn(batch)), **lengths}
         _, totals = self._counts[phase][-1]
         self._counts[phase].append((now, {name: totals.get(name, 0) + added[name] for name in added}))
 
@@ -324,7 +324,7 @@ class ThroughputMonitor(LoggingCallback):
         (start, before), (end, totals) = self._counts[phase][0], self._counts[phase][-1]
         elapsed = max(end - start, 1e-9)
         rates = {
-            f"{_UNITS.get(name, name)}_per_sec": (total - before.get(name, 0)) / elapsed
+            f"{_RATE_NAMES.get(name, name)}_per_sec": (total - before.get(name, 0)) / elapsed
             for name, total in totals.items()
         }
         if (flops := getattr(module, "flops_per_batch", None)) is not None:

@@ -59,7 +59,7 @@ class ProgressBar(Callback):
         """Return a bar for an output that cannot move the cursor; `write` gets one line at a time."""
         if self._line_s is None:
             self._line_s = time.monotonic()
-        return _Lines(self, title, total, leave, write)
+        return _Lines(title, total, leave, write, self._take_line)
 
     def _take_line(self) -> bool:
         """Return whether a line is due, and count it as written if so."""
@@ -183,11 +183,16 @@ class _Lines:
     """A bar that is written as lines: one now and then, and one at the end if it stays."""
 
     def __init__(
-        self, owner: ProgressBar, title: str, total: int | None, leave: bool, write: Callable[[str], object]
+        self,
+        title: str,
+        total: int | None,
+        leave: bool,
+        write: Callable[[str], object],
+        take_line: Callable[[], bool],
     ) -> None:
         self.leave = leave
-        self._owner, self._write = owner, write
         self._title, self._total, self._done, self._shown = title, total, 0, -1
+        self._write, self._take_line = write, take_line
         self._metrics: Mapping[str, float] = {}
         self._began_s = time.monotonic()
         self._is_open = True
@@ -195,7 +200,7 @@ class _Lines:
     def update(self, count: int) -> None:
         """Count batches; write a line if one is due."""
         self._done += count
-        if self._owner._take_line():
+        if self._take_line():
             self._show()
 
     def set_postfix(self, metrics: Mapping[str, float], refresh: bool = True) -> None:

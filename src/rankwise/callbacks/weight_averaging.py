@@ -1,4 +1,4 @@
-"""Callbacks that average weights: over optimizer steps, or over the last epochs at rates of their own."""
+"""Callbacks that average weights over optimizer steps, or the last epochs with learning rates of its own."""
 
 from __future__ import annotations
 

@@ -31,8 +31,9 @@ from rankwise.fabric.wrappers import (
     split_loaders,
 )
 from rankwise.loggers import Logger
-from rankwise.loggers.base import finalize_all, numbers
+from rankwise.loggers.base import finalize_all
 from rankwise.loggers.names import created_loggers
+from rankwise.loggers.values import numbers
 from rankwise.precision import configured_optimizers
 from rankwise.process_group.collectives import Reduction
 from rankwise.process_group.lone_calls import collectives_refused_after_failure

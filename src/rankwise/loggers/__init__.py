@@ -8,15 +8,17 @@ from rankwise.start import lazy_names
 
 if TYPE_CHECKING:
     from rankwise.loggers.base import Logger, rank_zero_experiment
+    from rankwise.loggers.mlflow import MLFlowLogger
     from rankwise.loggers.names import LoggerRegistry
     from rankwise.loggers.run_folders import CSVLogger, TensorBoardLogger
-    from rankwise.loggers.services import MLFlowLogger, WandbLogger
+    from rankwise.loggers.wandb import WandbLogger
 
 _HOMES = {
     "rankwise.loggers.base": "Logger rank_zero_experiment",
+    "rankwise.loggers.mlflow": "MLFlowLogger",
     "rankwise.loggers.names": "LoggerRegistry",
     "rankwise.loggers.run_folders": "CSVLogger TensorBoardLogger",
-    "rankwise.loggers.services": "MLFlowLogger WandbLogger",
+    "rankwise.loggers.wandb": "WandbLogger",
 }
 
 __all__ = [

@@ -11,8 +11,9 @@ from rankwise.checks import check_callable, check_is_a, check_keywords, check_ov
 from rankwise.compatibility.names import MISSING_HOOKS
 from rankwise.errors import UnknownNameError
 from rankwise.loggers.base import Logger
+from rankwise.loggers.mlflow import MLFlowLogger
 from rankwise.loggers.run_folders import CSVLogger, TensorBoardLogger
-from rankwise.loggers.services import MLFlowLogger, WandbLogger
+from rankwise.loggers.wandb import WandbLogger
 from rankwise.named_options import NameTable, package_of, split_options
 
 

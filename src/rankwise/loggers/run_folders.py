@@ -14,14 +14,13 @@ from typing import Any, final
 from torch import nn
 
 from rankwise.checks import check_installed, check_minimum
-from rankwise.loggers.base import (
+from rankwise.loggers.base import Logger, rank_zero_experiment
+from rankwise.loggers.values import (
     HyperParameters,
-    Logger,
     flat_parameters,
     image_array,
     nested_parameters,
     numbers,
-    rank_zero_experiment,
 )
 from rankwise.nested import to_device
 from rankwise.paths import absolute_path
@@ -49,6 +48,7 @@ class RunFolderLogger(Logger):
 
     @property
     def save_dir(self) -> str:
+        """The parent folder of all runs."""
         return self._save_dir
 
     @property
@@ -107,7 +107,7 @@ class CSVExperiment:
     @property
     def metrics(self) -> list[dict[str, float]]:
         """The lines that are not in the file yet."""
-        return self._logger._lines
+        return self._logger.unsaved
 
     def log_metrics(self, metrics_dict: Mapping[str, float], step: int | None = None) -> None:
         """Add a line."""
@@ -155,6 +155,11 @@ class CSVLogger(RunFolderLogger):
     def experiment(self) -> CSVExperiment:
         """An object with Lightning's methods that writes into this run's files."""
         return CSVExperiment(self)
+
+    @property
+    def unsaved(self) -> list[dict[str, float]]:
+        """The lines that are not in the file yet."""
+        return self._lines
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:

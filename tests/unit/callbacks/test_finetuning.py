@@ -1,6 +1,7 @@
 """Freezing a part of a module, and training it later."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from rankwise.callbacks import BackboneFinetuning, BaseFinetuning
 from rankwise.errors import ConfigurationError, InvalidArgumentError
+from tests.helpers.refusals import refused
 from tests.unit.trainer.helpers import Line, fitted, whole_and_continued
 
 
@@ -46,19 +48,22 @@ def test_the_backbone_is_trained_later(tmp_path: Path) -> None:
 
 
 def test_no_backbone(tmp_path: Path) -> None:
-    """A module without one is refused before training; the divisor, where nothing uses it."""
-    with pytest.raises(ConfigurationError, match="finds no backbone"):
-        fitted(tmp_path, callbacks=BackboneFinetuning())
-    with pytest.raises(InvalidArgumentError):
-        BackboneFinetuning(-1)
+    """A module without one is refused; so is the divisor, unless a subclass (here a dataclass) uses it."""
+    refused(ConfigurationError, "finds no backbone", fitted, tmp_path, callbacks=BackboneFinetuning())
+    refused(InvalidArgumentError, "unfreeze_backbone_at_epoch", BackboneFinetuning, -1)
 
+    @dataclass
     class Own(BackboneFinetuning):
+        divisor: float = 5.0
+
+        def __post_init__(self) -> None:
+            super().__init__(initial_denom_lr=self.divisor)
+
         def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
             self.unfreeze_and_add_param_group(module, optimizer, initial_denom_lr=self.initial_denom_lr)
 
-    with pytest.raises(ConfigurationError, match=r"initial_denom_lr=5\.0\) has no effect"):
-        BackboneFinetuning(initial_denom_lr=5.0)
-    assert Own(initial_denom_lr=5.0).initial_denom_lr == 5.0
+    refused(ConfigurationError, r"lr=5\.0\) has no effect", BackboneFinetuning, initial_denom_lr=5.0)
+    assert Own().initial_denom_lr == 5.0
 
 
 class Frozen(BaseFinetuning):
@@ -100,6 +105,5 @@ def test_batch_normalisation(tmp_path: Path) -> None:
     BaseFinetuning.freeze(module.backbone, train_bn=False)
     assert not any(each.requires_grad for each in module.backbone.parameters())
     assert module.backbone[1].track_running_stats is False
-    assert list(BaseFinetuning.filter_params(module.backbone, requires_grad=False)) == list(
-        module.backbone.parameters()
-    )
+    parameters = list(module.backbone.parameters())
+    assert list(BaseFinetuning.filter_params(module.backbone, requires_grad=False)) == parameters

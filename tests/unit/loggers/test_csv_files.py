@@ -79,7 +79,7 @@ def test_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = logger.experiment
     experiment.log_hparams({"lr": 0.1})
     experiment.log_metrics({"loss": 0.5}, step=3)
-    assert experiment.metrics == [{"loss": 0.5, "step": 3}]
+    assert experiment.metrics == logger.unsaved == [{"loss": 0.5, "step": 3}]
     experiment.save()
     assert lines(logger) == [{"loss": "0.5", "step": "3"}]
     assert json.loads((Path(experiment.log_dir) / "hparams.json").read_text()) == {"lr": 0.1}

@@ -9,6 +9,7 @@ import pytest
 from rankwise.errors import DuplicateNameError, InvalidTypeError, UnknownArgumentError, UnknownNameError
 from rankwise.fabric import Fabric
 from rankwise.loggers import CSVLogger, Logger, LoggerRegistry
+from tests.helpers.refusals import refused
 from tests.unit.trainer.helpers import trainer
 
 
@@ -52,10 +53,7 @@ def test_registering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     LoggerRegistry.register("Silent", Silent, "writes nothing")
     assert LoggerRegistry.describe("SILENT") == "writes nothing"
     assert type(trainer(tmp_path, logger="silent").logger) is Silent
-    with pytest.raises(DuplicateNameError, match="Logger 'silent' is registered"):
-        LoggerRegistry.register("silent", Silent)
-    with pytest.raises(InvalidTypeError, match="a subclass of Logger"):
-        LoggerRegistry.register("text", "csv")  # type: ignore[arg-type]  # wrong on purpose
+    refused(DuplicateNameError, "Logger 'silent' is registered", LoggerRegistry.register, "silent", Silent)
+    refused(InvalidTypeError, "a subclass of Logger", LoggerRegistry.register, "text", "csv")
     LoggerRegistry.register("number", lambda: 3)  # type: ignore[arg-type,return-value]  # wrong on purpose
-    with pytest.raises(InvalidTypeError, match="logger 'number'"):
-        trainer(tmp_path, logger="number")
+    refused(InvalidTypeError, "logger 'number'", trainer, tmp_path, logger="number")

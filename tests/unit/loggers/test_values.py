@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rankwise.loggers.base import flat_parameters, image_array, nested_parameters
+from rankwise.loggers.values import flat_parameters, image_array, nested_parameters
 
 
 @dataclass
