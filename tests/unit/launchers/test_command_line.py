@@ -3,13 +3,15 @@
 import multiprocessing.process
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from rankwise.errors import LaunchRefusedError
 from rankwise.launchers import script_place
 from rankwise.start import WORKING_DIRECTORY
+
+_KERNEL = SimpleNamespace(get_ipython=object)
 
 
 @pytest.mark.parametrize(
@@ -69,34 +71,35 @@ def test_the_command_is_the_true_one(monkeypatch: pytest.MonkeyPatch, main: Modu
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     monkeypatch.setattr(sys, "orig_argv", ["python3", "-O", "train.py", "--flag", "a b"])
     monkeypatch.setattr(sys, "argv", ["changed"])
-    assert script_place.rerun_command() == (
-        [sys.executable, "-O", "train.py", "--flag", "a b"],
-        str(Path.cwd()),
-    )
+    monkeypatch.setitem(sys.modules, "ipykernel", _KERNEL)
+    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))  # not imported to its end
+    command = [sys.executable, "-O", "train.py", "--flag", "a b"]
+    assert script_place.rerun_command() == (command, str(Path.cwd()))
 
 
 @pytest.mark.parametrize(
     ("prepare", "text", "strategy"),
     [
         (
+            lambda patch: [patch.setitem(sys.modules, each, _KERNEL) for each in ("ipykernel", "IPython")],
+            *("in a notebook", "ddp_notebook"),
+        ),
+        (
             lambda patch: patch.setattr(sys, "ps1", ">>> ", raising=False),
-            "in an interactive shell",
-            "ddp_notebook",
+            *("in an interactive shell", "ddp_notebook"),
         ),
         (lambda patch: patch.setenv("PYTEST_CURRENT_TEST", "x"), "inside pytest", "ddp_spawn"),
         (
             lambda patch: patch.setattr(sys, "executable", ""),
-            "where there is no Python executable",
-            "ddp_spawn",
+            *("where there is no Python executable", "ddp_spawn"),
         ),
         (lambda patch: patch.setattr(sys, "orig_argv", ["python"]), "came through stdin", "ddp_notebook"),
         (
             lambda patch: patch.setattr(multiprocessing.process, "parent_process", object),
-            "in a process that multiprocessing started",
-            "ddp_spawn",
+            *("in a process that multiprocessing started", "ddp_spawn"),
         ),
     ],
-    ids=["shell", "pytest", "no executable", "stdin", "multiprocessing"],
+    ids=["notebook", "shell", "pytest", "no executable", "stdin", "multiprocessing"],
 )
 def test_what_cannot_be_run_again(
     prepare: object, text: str, strategy: str, monkeypatch: pytest.MonkeyPatch
