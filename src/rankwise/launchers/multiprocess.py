@@ -34,7 +34,8 @@ from rankwise.launchers.worker_main import JobSpec, open_channel, run_worker
 from rankwise.monitoring.heartbeat import LEAVING, report_phase
 from rankwise.processes.exit_codes import call_at_exit, end_pools, exit_now
 from rankwise.processes.fork_safety import import_dynamo, objects_frozen, pause_openmp, release_memory
-from rankwise.processes.memory_file import Descriptor, owned_descriptor, pack, pack_or_explain, unpack
+from rankwise.processes.memory_file import Descriptor, owned_descriptor, pack, unpack
+from rankwise.processes.pickling_errors import pack_or_explain
 from rankwise.processes.signals import StoppedBySignal
 from rankwise.processes.started_process import MultiprocessingProcess
 from rankwise.ranks import RankInfo
