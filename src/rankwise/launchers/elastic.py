@@ -240,8 +240,9 @@ def _agent_signals() -> Iterator[None]:
 
 @contextmanager
 def _agent_log_filtered(on_exit: Callable[[int, int], None]) -> Iterator[None]:
-    """Keep the agent from logging a traceback of its own; call `on_exit` for ranks that ended without one.
+    """Keep the agent from logging its own traceback for every rank that fails.
 
+    It calls `on_exit` with pid and exit status of each rank that ended without an exception.
     Mutates: level and filters of loggers of torch, restored on exit.
     """
     from torch.multiprocessing import ProcessExitedException
@@ -275,8 +276,9 @@ def _worker_error(failures: Mapping[int, Any], job: _Job, started_s: float) -> W
     return cause.to_error(started_s, (), [record for record in records if record is not cause])
 
 
-# In the order of RankInfo's fields; and all variables that the agent sets for each worker.
+# In the order of RankInfo's fields.
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+# The variables that the agent sets for each worker.
 _AGENT_VARIABLES = (*_RANK_VARIABLES, "ROLE_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_")
 
 

@@ -21,7 +21,7 @@ from typing import Any, final
 
 import torch
 
-import rankwise.process_group.step_agreement  # noqa: F401  as above
+import rankwise.process_group.step_agreement  # noqa: F401  ranks need it: forked ones inherit it
 from rankwise.errors import LaunchRefusedError
 from rankwise.failures.record import FailureRecord
 from rankwise.launchers import preconditions
@@ -155,7 +155,8 @@ def create_job(
 def _start(
     start_method: str, job: JobSpec, worker: WorkerContext, links: WorkerLinks
 ) -> MultiprocessingProcess:
-    """Start a rank's process, which inherits its end of the parent pipe, but does nothing with it."""
+    """Start a rank's process."""
+    # The rank must keep its end of the parent pipe open: the kernel ends the rank by it.
     files = (links.values, links.heartbeat, Descriptor(links.parent_pipe.worker_end))
     context: Any = multiprocessing.get_context(start_method)
     name = f"rankwise-{worker.ranks.global_rank}"
