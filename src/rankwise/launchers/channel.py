@@ -97,9 +97,10 @@ class FrameReader:
 
 @final
 class RankChannel:
-    """Send frames to the supervisor and request from its store; receive in a thread, which delivers signals.
+    """Send frames to the supervisor and request from its store; receive in a thread.
 
-    It calls `on_lost` when the launching process is gone.
+    The thread also delivers signals while the main thread is blocked: see `EventLoop`. It calls `on_lost`
+    when the launching process is gone.
     """
 
     def __init__(self, sock: socket.socket, on_lost: Callable[[], None]) -> None:

@@ -323,7 +323,8 @@ class RankRun:
 
     worker: WorkerContext  # the rank's place in the job
     value: Any = None  # set by the block: what the rank returns
-    values: dict[int, Any] = field(default_factory=dict)  # afterwards: of each local rank, by global rank
+    # After the block: every local rank's value, by global rank.
+    values: dict[int, Any] = field(default_factory=dict)
 
 
 class CallerLauncher(Launcher):

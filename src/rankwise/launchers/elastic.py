@@ -121,6 +121,7 @@ class ElasticLauncher(Launcher):
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
         from torch.distributed.launcher.api import LaunchConfig
 
+        # The import registers both rendezvous handlers with torch.
         from rankwise.launchers.elastic_rendezvous import LOOPBACK_HANDLER, NODES
 
         options: dict[str, Any] = {
@@ -187,8 +188,9 @@ class _Job:
         self.unreported.clear()
 
     def _why(self) -> str:
-        several = "nodes came or went, or a rank was killed"
-        unknown = "a rank ended without an exception" if self.is_alone else several
+        unknown = "nodes came or went, or a rank was killed"
+        if self.is_alone:
+            unknown = "a rank ended without an exception"
         # When nodes join or leave, the agent stops the present ranks; that is not a failure.
         raised = [each for each in self.records() if each.exception_type != _STOPPED]
         if not (records := [*self.unreported, *raised]):
@@ -240,8 +242,9 @@ def _agent_signals() -> Iterator[None]:
 
 @contextmanager
 def _agent_log_filtered(on_exit: Callable[[int, int], None]) -> Iterator[None]:
-    """Keep the agent from logging a traceback of its own; call `on_exit` for ranks that ended without one.
+    """Keep the agent from logging its own traceback for every rank that fails.
 
+    It calls `on_exit` with pid and exit status of each rank that ended without an exception.
     Mutates: level and filters of loggers of torch, restored on exit.
     """
     from torch.multiprocessing import ProcessExitedException
@@ -268,15 +271,22 @@ def _worker_error(failures: Mapping[int, Any], job: _Job, started_s: float) -> W
     reported = {record.pid for record in records}
     for global_rank, failure in failures.items():
         if failure.pid not in reported:
-            local_rank, at_s = failure.local_rank, time.monotonic()
-            place = (global_rank, local_rank, (global_rank - local_rank) // len(job.values), failure.pid)
-            records.append(FailureRecord(*place, at_s=at_s, exit_status=failure.exitcode))
+            record = FailureRecord(
+                global_rank=global_rank,
+                local_rank=failure.local_rank,
+                node_rank=(global_rank - failure.local_rank) // len(job.values),
+                pid=failure.pid,
+                at_s=time.monotonic(),
+                exit_status=failure.exitcode,
+            )
+            records.append(record)
     cause = first_cause(records)
     return cause.to_error(started_s, (), [record for record in records if record is not cause])
 
 
-# In the order of RankInfo's fields; and all variables that the agent sets for each worker.
+# In the order of RankInfo's fields.
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+# The variables that the agent sets for each worker.
 _AGENT_VARIABLES = (*_RANK_VARIABLES, "ROLE_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_")
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import final
 
 from rankwise.launchers.context import CallerLauncher, RankRun, WorkerContext
@@ -22,7 +21,16 @@ from rankwise.stores.tcp import open_store
 _ANSWER = timedelta(seconds=60)
 # Counts the jobs of this process: all of them use the one store of the launcher that started it.
 _jobs = itertools.count(1)
-_last = SimpleNamespace(has_succeeded=False)  # the last job of this process
+
+
+@final
+class _LastJob:
+    """The last job of this process: whether it has ended without a failure."""
+
+    has_succeeded = False
+
+
+_last = _LastJob()
 
 
 @final
@@ -45,7 +53,13 @@ class InlineLauncher(CallerLauncher):
         return self._context(self.address, job=0) if is_shared and _last.has_succeeded else None
 
     def _context(self, address: tuple[str, int] | None, job: int) -> WorkerContext:
-        return WorkerContext(self.ranks, {}, address, self.hosts_store, self.store_outlives, job=job)
+        return WorkerContext(
+            self.ranks,
+            address=address,
+            hosts_store=self.hosts_store,
+            store_outlives=self.store_outlives,
+            job=job,
+        )
 
     @contextmanager
     def running(self, rendezvous: str) -> Iterator[RankRun]:

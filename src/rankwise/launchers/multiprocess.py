@@ -21,7 +21,7 @@ from typing import Any, final
 
 import torch
 
-import rankwise.process_group.step_agreement  # noqa: F401  as above
+import rankwise.process_group.step_agreement  # noqa: F401  ranks need it: forked ones inherit it
 from rankwise.errors import LaunchRefusedError
 from rankwise.failures.record import FailureRecord
 from rankwise.launchers import preconditions
@@ -34,7 +34,8 @@ from rankwise.launchers.worker_main import JobSpec, open_channel, run_worker
 from rankwise.monitoring.heartbeat import LEAVING, report_phase
 from rankwise.processes.exit_codes import call_at_exit, end_pools, exit_now
 from rankwise.processes.fork_safety import import_dynamo, objects_frozen, pause_openmp, release_memory
-from rankwise.processes.memory_file import Descriptor, owned_descriptor, pack, pack_or_explain, unpack
+from rankwise.processes.memory_file import Descriptor, owned_descriptor, pack, unpack
+from rankwise.processes.pickling_errors import pack_or_explain
 from rankwise.processes.signals import StoppedBySignal
 from rankwise.processes.started_process import MultiprocessingProcess
 from rankwise.ranks import RankInfo
@@ -154,7 +155,8 @@ def create_job(
 def _start(
     start_method: str, job: JobSpec, worker: WorkerContext, links: WorkerLinks
 ) -> MultiprocessingProcess:
-    """Start a rank's process, which inherits its end of the parent pipe, but does nothing with it."""
+    """Start a rank's process."""
+    # The rank must keep its end of the parent pipe open: the kernel ends the rank by it.
     files = (links.values, links.heartbeat, Descriptor(links.parent_pipe.worker_end))
     context: Any = multiprocessing.get_context(start_method)
     name = f"rankwise-{worker.ranks.global_rank}"

@@ -26,7 +26,10 @@ _IS_SERVER = sys.orig_argv[-2:-1] == ["-c"] and sys.orig_argv[-1].startswith(
 
 
 def exit_when_idle(server: int, main_process: int, folder: Path | None) -> None:
-    """End the server without unloading torch, which takes long; remove the folder that a killed one left."""
+    """End the server without unloading torch, which takes long.
+
+    Removes multiprocessing's folder for the server's socket if the main process was killed.
+    """
     if os.getpid() != server:  # a process that the server has forked
         return
     deadline = time.monotonic() + _PARENT_ENDS_S

@@ -212,8 +212,8 @@ class _Script(RunningScript):
             self.group.close()
         finally:
             self.channel.close()
-            if self.address is not None:
-                forget_store(self.address)
+            if (address := self.group.address) is not None:
+                forget_store(address)
 
     def _end_waits(self) -> None:
         # A wait in the store, in C++, runs no signal handler, but ends with the store's host.

@@ -89,19 +89,30 @@ def rerun_command() -> tuple[list[str], str]:
 
 
 def _problem(command: Sequence[str]) -> str | None:
-    ipython = sys.modules.get("IPython")
-    is_dir = os.path.isdir(_original_directory(command))  # noqa: PTH112  "" is none, and Path("") is one
-    problems = (
-        (_NOTEBOOK, "ipykernel" in sys.modules and ipython is not None and ipython.get_ipython()),
-        (_SHELL, "ps1" in sys.__dict__ or sys.flags.interactive),
-        # A script that a test starts has the variable, but not the module.
-        ("inside pytest", "PYTEST_CURRENT_TEST" in os.environ and "_pytest" in sys.modules),
-        ("in a process that multiprocessing started", multiprocessing.process.parent_process() is not None),
-        ("where there is no Python executable", not sys.executable),
-        (_STDIN, _script(command) is None),
-        ("where the folder that it was started in has been removed", not is_dir),
-    )
-    return next((problem for problem, is_there in problems if is_there), None)
+    if "ipykernel" in sys.modules and "IPython" in sys.modules and _in_kernel():
+        return _NOTEBOOK
+    if "ps1" in sys.__dict__ or sys.flags.interactive:
+        return _SHELL
+    # A script that a test starts has the variable, but not the module.
+    if "PYTEST_CURRENT_TEST" in os.environ and "_pytest" in sys.modules:
+        return "inside pytest"
+    if multiprocessing.process.parent_process() is not None:
+        return "in a process that multiprocessing started"
+    if not sys.executable:
+        return "where there is no Python executable"
+    if _script(command) is None:
+        return _STDIN
+    if not os.path.isdir(_original_directory(command)):  # noqa: PTH112  "" is none, and Path("") is one
+        return "where the folder that it was started in has been removed"
+    return None
+
+
+def _in_kernel() -> bool:
+    try:
+        from IPython import get_ipython  # type: ignore[import-not-found,unused-ignore]  # optional
+    except ImportError:  # another module of this name, or one that is still being imported
+        return False
+    return get_ipython() is not None
 
 
 def _script(command: Sequence[str]) -> str | None:

@@ -22,7 +22,7 @@ from rankwise.launchers.channel import REQUEST_ID_SIZE, FrameReader, Kind, frame
 from rankwise.monitoring.heartbeat import HeartbeatReader, MonitoredRank
 from rankwise.monitoring.stacks import STACKS_SIGNAL, dump_stacks
 from rankwise.monitoring.stragglers import JobTimeLimit, LocalStragglerMonitor, StopTimeout, TeardownTimeout
-from rankwise.processes import fork_safety, signals
+from rankwise.processes import fork_safety
 from rankwise.processes.event_loop import WRITE, EventLoop
 from rankwise.processes.exit_codes import (
     LAST_LINES_TIMEOUT_S,
@@ -30,6 +30,14 @@ from rankwise.processes.exit_codes import (
     exit_now,
     is_hosted,
     write_stderr,
+)
+from rankwise.processes.signals import (
+    INTERRUPT_NOTICE,
+    ROUTER,
+    SignalRequest,
+    ended_by,
+    raises_keyboard_interrupt,
+    stopped_by,
 )
 from rankwise.processes.started_process import StartedProcess
 from rankwise.ranks import RankInfo
@@ -282,7 +290,7 @@ class Supervisor:
             finally:
                 del error  # or it lives in a cycle, through its traceback, until garbage is collected
         if self._stopped_by is not None:
-            raise signals.stopped_by(self._stopped_by)
+            raise stopped_by(self._stopped_by)
 
     def release(self) -> None:
         """Send the ranks that the job is over for all of them."""
@@ -321,24 +329,24 @@ class Supervisor:
         """
         self._last_signal = None
         has_rank_here = any(worker.process is None for worker in self._workers)
-        replaces_interrupts = not has_rank_here and signals.raises_keyboard_interrupt()
+        replaces_interrupts = not has_rank_here and raises_keyboard_interrupt()
         with (
-            signals.ROUTER.subscribe(self._ending_signals, self._on_request),
-            signals.ROUTER.subscribe([STACKS_SIGNAL], self._on_stacks, is_debounced=False),
-            signals.ROUTER.subscribe(
+            ROUTER.subscribe(self._ending_signals, self._on_request),
+            ROUTER.subscribe([STACKS_SIGNAL], self._on_stacks, is_debounced=False),
+            ROUTER.subscribe(
                 [signal.SIGINT],
                 self._on_interrupt,
                 is_debounced=False,
                 sets_handler=replaces_interrupts,
                 calls_earlier_handler=False,
             ),
-            signals.ROUTER.subscribe(
+            ROUTER.subscribe(
                 [signal.SIGINT], self._on_noticed, in_main_thread=True, is_debounced=False, sets_handler=False
             ),
         ):
             yield
         if self._last_signal is not None:
-            raise (signals.ended_by if has_rank_here else signals.stopped_by)(self._last_signal)
+            raise ended_by(self._last_signal) if has_rank_here else stopped_by(self._last_signal)
 
     def all_ended(self) -> bool:
         """Whether every started process is gone."""
@@ -367,18 +375,18 @@ class Supervisor:
                 worker.process.close()
         self._loop.close()
 
-    def _on_request(self, request: signals.SignalRequest) -> None:
+    def _on_request(self, request: SignalRequest) -> None:
         self._last_signal = request.number
         if not request.is_repeat:
             self._loop.call_now(partial(self._on_stop_signal, request.number))
 
-    def _on_interrupt(self, request: signals.SignalRequest) -> None:
-        if signals.raises_keyboard_interrupt():
+    def _on_interrupt(self, request: SignalRequest) -> None:
+        if raises_keyboard_interrupt():
             self._last_signal = request.number
             self._interrupts.append(request.number)
             self._loop.call_now(partial(self._on_stop_signal, request.number))
 
-    def _on_noticed(self, request: signals.SignalRequest) -> None:
+    def _on_noticed(self, request: SignalRequest) -> None:
         self._noticed.append(request.number)
 
     def _is_main_stuck(self) -> bool:
@@ -386,7 +394,7 @@ class Supervisor:
         has_asked = self._stop_request.number == signal.SIGINT
         return has_asked and len(self._noticed) < len(self._interrupts)
 
-    def _on_stacks(self, request: signals.SignalRequest) -> None:
+    def _on_stacks(self, request: SignalRequest) -> None:
         self._loop.call_now(partial(dump_stacks, self._workers, "SIGUSR2 was sent to the main process"))
 
     def _on_stop_signal(self, number: int) -> None:
@@ -394,7 +402,7 @@ class Supervisor:
         if number in self._stop_signals and not has_asked and self._ask_to_stop(number):
             self._stop_request.begin(number)
             if number == signal.SIGINT:
-                write_stderr(signals.INTERRUPT_NOTICE)
+                write_stderr(INTERRUPT_NOTICE)
         else:
             self._end_by(number)
 

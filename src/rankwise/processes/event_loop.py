@@ -28,13 +28,17 @@ class _Timer:
     call: Callable[[], None]
 
 
+def _do_nothing() -> None:
+    """The call of a deadline that is not set; replaced by `call_later`."""
+
+
 @final
 class EventLoop:
     """Call back in the thread that runs `run`; deliver signals there while the main thread is blocked."""
 
     def __init__(self) -> None:
         self._timers: list[_Timer] = []
-        self._deadline = _Timer(math.inf, math.inf, self.stop)  # due once, when `call_later` says
+        self._deadline = _Timer(math.inf, math.inf, _do_nothing)
         self._pending: deque[Callable[[], None]] = deque()
         self._is_running = True
         self._thread_id: int | None = None
@@ -76,11 +80,13 @@ class EventLoop:
 
     def call_later(self, seconds: float, call: Callable[[], None]) -> None:
         """Call in so many seconds, in place of what an earlier `call_later` would call."""
-        self._deadline.due_s, self._deadline.call = time.monotonic() + seconds, call
+        self._deadline.call = call  # first: the loop's thread makes the call as soon as it is due
+        self._deadline.due_s = time.monotonic() + seconds
 
     def cancel_deadline(self) -> None:
         """Do not make the call of `call_later`."""
         self._deadline.due_s = math.inf
+        self._deadline.call = _do_nothing  # the call would keep its objects alive
 
     def call_soon(self, call: Callable[[], None]) -> None:
         """Call in the loop's thread. Runs on: any thread."""
@@ -114,7 +120,9 @@ class EventLoop:
             for key, events in ready:
                 if key.data is not None:
                     key.data(events)
-            for timer in (self._deadline, *self._timers):
+            if time.monotonic() >= self._deadline.due_s:
+                self._call_deadline()
+            for timer in self._timers:
                 if time.monotonic() >= timer.due_s:
                     timer.due_s = time.monotonic() + timer.interval_s
                     timer.call()
@@ -133,6 +141,11 @@ class EventLoop:
             self._pending.popleft()()
         if self._pending:
             self._wake_up()
+
+    def _call_deadline(self) -> None:
+        call = self._deadline.call
+        self.cancel_deadline()
+        call()
 
     def _wake_up(self) -> None:
         with suppress(OSError):  # full: the thread is about to look anyway; closed in a forked process

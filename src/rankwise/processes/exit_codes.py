@@ -30,9 +30,9 @@ _writing: threading.Thread | None = None
 
 
 def write_stderr(text: str, timeout_s: float = _STDERR_TIMEOUT_S) -> None:
-    """Write a text to stderr, in a thread of its own, if stderr is open.
+    """Write a text to stderr, in a thread of its own; do nothing if stderr is closed or has no reader.
 
-    If its reader takes longer than `timeout_s`, it is written later; other texts are dropped until then.
+    If the reader takes longer than `timeout_s`, the text is written later; others are dropped until then.
     """
     global _writing
     if _writing is not None and _writing.is_alive():

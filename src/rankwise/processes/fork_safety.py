@@ -59,7 +59,10 @@ _PAUSE_SOFT = 1  # omp_pause_soft, OpenMP 5.0 section 3.6.1
 
 
 def pause_openmp() -> bool:
-    """End the threads of each loaded libgomp, until the next parallel region; return whether it succeeded."""
+    """End the threads of each loaded libgomp; return whether that succeeded.
+
+    libgomp starts them again at the next parallel region, here and in the child.
+    """
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:

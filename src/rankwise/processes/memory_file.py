@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from rankwise.errors import NotPicklableError, text_of
+from rankwise.errors import text_of
 
 _HEADER = struct.Struct("!Q")
 _ALIGNMENT = 64
@@ -122,7 +122,10 @@ class Parts(dict[Any, Any]):
 
 
 def pack(value: object, descriptor: int) -> None:
-    """Write a value, whose tensors may share storages; raise pickling's errors, except for `Parts`."""
+    """Write a value; raise pickling's errors, except for `Parts`.
+
+    Tensors that share a storage still do when they are read.
+    """
     stream = io.BytesIO()
     pickler = _Pickler(stream)
     pickler.dump(value)
@@ -395,54 +398,6 @@ def _rebuilt(make: Callable[..., nn.Module], arguments: Iterable[Any], names: tu
         nn.Module.__init__(module)
     set_kind(module, (type(module), names))
     return module
-
-
-_DEPTH = 20
-
-
-def pack_or_explain(value: object, descriptor: int, start_method: str, roots: Mapping[str, object]) -> None:
-    """Pack a value; `NotPicklableError` names the attribute of one of the `roots` that cannot be pickled."""
-    try:
-        pack(value, descriptor)
-    except Exception as error:  # noqa: BLE001  pickling runs the user's code
-        path, culprit = _find_culprit(roots.items(), set()) or ("what is launched", error)
-        reason = text_of(culprit).partition("\n")[0]
-        raise NotPicklableError(path=path, reason=reason, start_method=start_method) from None
-
-
-def _find_culprit(parts: Iterable[tuple[str, object]], seen: set[int]) -> tuple[str, Exception] | None:
-    """Return the path of the innermost part that cannot be pickled, and why; `seen` has those around it."""
-    for path, part in parts if len(seen) < _DEPTH else ():
-        error = pickling_error(part)
-        if error is not None and id(part) not in seen:
-            seen.add(id(part))
-            return _find_culprit(_parts_of(part, path), seen) or (path, error)
-    return None
-
-
-def _parts_of(value: object, path: str) -> Iterator[tuple[str, object]]:
-    """Yield the parts of a value with their paths."""
-    if isinstance(value, Mapping):
-        for key, part in value.items():
-            yield f"{path}[{key!r}]", part
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for index, part in enumerate(value):
-            yield f"{path}[{index}]", part
-    else:
-        for name, part in _state_of(value).items():
-            if name in ("_modules", "_parameters", "_buffers") and isinstance(part, Mapping):
-                yield from ((f"{path}.{key}", submodule) for key, submodule in part.items())
-            else:
-                yield f"{path}.{name}", part
-
-
-def _state_of(value: object) -> Mapping[str, object]:
-    try:
-        reduced = value.__reduce_ex__(2)
-    except Exception:  # noqa: BLE001  pickling runs the user's code
-        return getattr(value, "__dict__", {})
-    state = reduced[2] if isinstance(reduced, tuple) and len(reduced) > 2 else None
-    return state if isinstance(state, Mapping) else {}
 
 
 def pickling_error(value: object) -> Exception | None:

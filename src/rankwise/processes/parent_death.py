@@ -98,7 +98,10 @@ _users = 0  # blocks in which children are tied, and one for good in a rank and 
 
 
 def end_children_with_this_process() -> None:
-    """Make every process that this one forks, or starts by multiprocessing, end when this one has ended."""
+    """Make every process that this one forks, or starts by multiprocessing, end when this one has ended.
+
+    Creates: one pipe, for the life of this process.
+    """
     global _pipe, _users
     _users += 1
     _config()[_KEY] = _TIE

@@ -1,9 +1,9 @@
 """What the interpreter was told to run, read from its true command line."""
 
-import multiprocessing.process
 import sys
+from multiprocessing import process
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -11,23 +11,22 @@ from rankwise.errors import LaunchRefusedError
 from rankwise.launchers import script_place
 from rankwise.start import WORKING_DIRECTORY
 
+_KERNEL = SimpleNamespace(get_ipython=object)
+
 
 @pytest.mark.parametrize(
     ("words", "script"),
     [
-        *((["python", "train.py"], "train.py"), (["python", "train.py", "-c", "x"], "train.py")),
+        *((["python", *words, "train.py"], "train.py") for words in ([], ["-Xutf8", "-OO"], ["-W", "-c"])),
+        *((["python", *words, "train.py"], "train.py") for words in (["-Xm"], ["-Wm"], ["-Werror", "-u"])),
+        *((["python", *words], None) for words in ([], ["-"], ["-", "--flag"], ["-u", "-X", "utf8"], ["-i"])),
+        (["python", "train.py", "-c", "x"], "train.py"),
         (["python", "-X", "utf8", "-O", "train.py", "-m"], "train.py"),
-        (["python", "-Xutf8", "-OO", "train.py"], "train.py"),
         (["python", "-W", "error", "dir/train.py"], "dir/train.py"),
-        (["python", "-Werror", "-u", "train.py"], "train.py"),
-        (["python", "-W", "-c", "train.py"], "train.py"),
         (["python", "--check-hash-based-pycs", "always", "train.py"], "train.py"),
         *((["python", "-m", "package.train", "--flag"], "-m"), (["python", "-mpackage.train"], "-m")),
         *((["python", "-Om", "package.train"], "-m"), (["python", "-c", "print()"], "-c")),
-        *((["python", "-Ic", "print()"], "-c"), (["python", "-Xm", "train.py"], "train.py")),
-        *((["python", "-Wm", "train.py"], "train.py"), (["python"], None), (["python", "-"], None)),
-        *((["python", "-", "--flag"], None), (["python", "-u", "-X", "utf8"], None)),
-        (["python", "-i"], None),
+        (["python", "-Ic", "print()"], "-c"),
     ],
 )
 def test_what_is_run(words: list[str], script: str | None) -> None:
@@ -46,14 +45,11 @@ def main(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.parametrize(
     ("given", "full", "expected"),
     [
-        ("train.py", "/home/user/train.py", "/home/user"),
-        ("src/train.py", "/home/user/src/train.py", "/home/user"),
+        *((given, f"/home/user/{given}", "/home/user") for given in ("train.py", "src/train.py")),
         ("./src/train.py", "/home/user/src/train.py", "/home/user"),
-        ("/home/user/train.py", "/home/user/train.py", WORKING_DIRECTORY),
+        *((given, "/home/user/train.py", WORKING_DIRECTORY) for given in ("/home/user/train.py", "-m")),
         ("../train.py", "/home/train.py", WORKING_DIRECTORY),
-        ("train.py", "/home/user/other.py", WORKING_DIRECTORY),
-        *(("train.py", "train.py", WORKING_DIRECTORY), ("-m", "/home/user/train.py", WORKING_DIRECTORY)),
-        ("train.py", None, WORKING_DIRECTORY),
+        *(("train.py", full, WORKING_DIRECTORY) for full in ("/home/user/other.py", "train.py", None)),
     ],
 )
 def test_where_it_was_started(given: str, full: str | None, expected: str, main: ModuleType) -> None:
@@ -69,34 +65,25 @@ def test_the_command_is_the_true_one(monkeypatch: pytest.MonkeyPatch, main: Modu
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     monkeypatch.setattr(sys, "orig_argv", ["python3", "-O", "train.py", "--flag", "a b"])
     monkeypatch.setattr(sys, "argv", ["changed"])
-    assert script_place.rerun_command() == (
-        [sys.executable, "-O", "train.py", "--flag", "a b"],
-        str(Path.cwd()),
-    )
+    monkeypatch.setitem(sys.modules, "ipykernel", _KERNEL)
+    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))  # not imported to its end
+    command = [sys.executable, "-O", "train.py", "--flag", "a b"]
+    assert script_place.rerun_command() == (command, str(Path.cwd()))
 
 
 @pytest.mark.parametrize(
     ("prepare", "text", "strategy"),
     [
         (
-            lambda patch: patch.setattr(sys, "ps1", ">>> ", raising=False),
-            "in an interactive shell",
-            "ddp_notebook",
+            lambda p: [p.setitem(sys.modules, each, _KERNEL) for each in ("ipykernel", "IPython")],
+            *("in a notebook", "ddp_notebook"),
         ),
-        (lambda patch: patch.setenv("PYTEST_CURRENT_TEST", "x"), "inside pytest", "ddp_spawn"),
-        (
-            lambda patch: patch.setattr(sys, "executable", ""),
-            "where there is no Python executable",
-            "ddp_spawn",
-        ),
-        (lambda patch: patch.setattr(sys, "orig_argv", ["python"]), "came through stdin", "ddp_notebook"),
-        (
-            lambda patch: patch.setattr(multiprocessing.process, "parent_process", object),
-            "in a process that multiprocessing started",
-            "ddp_spawn",
-        ),
+        (lambda p: p.setattr(sys, "ps1", ">>> ", raising=False), "in an interactive shell", "ddp_notebook"),
+        (lambda p: p.setenv("PYTEST_CURRENT_TEST", "x"), "inside pytest", "ddp_spawn"),
+        (lambda p: p.setattr(sys, "executable", ""), "where there is no Python executable", "ddp_spawn"),
+        (lambda p: p.setattr(sys, "orig_argv", ["python"]), "came through stdin", "ddp_notebook"),
+        (lambda p: p.setattr(process, "parent_process", object), "that multiprocessing started", "ddp_spawn"),
     ],
-    ids=["shell", "pytest", "no executable", "stdin", "multiprocessing"],
 )
 def test_what_cannot_be_run_again(
     prepare: object, text: str, strategy: str, monkeypatch: pytest.MonkeyPatch

@@ -4,6 +4,7 @@ import gc
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,6 +72,20 @@ def test_a_later_deadline_replaces_an_earlier_one(loop: EventLoop) -> None:
     assert is_done.wait(LIMIT_S)
     assert called == []
     assert not loop.has_deadline
+
+
+def test_a_loop_is_freed_at_once() -> None:
+    """Neither it nor the call of a deadline that has passed waits for garbage collection."""
+    loop, event = EventLoop(), threading.Event()
+    freed = weakref.ref(loop), weakref.ref(event)
+    loop.call_later(0, event.set)
+    loop.call_soon(loop.stop)
+    loop.run()
+    del event
+    assert freed[1]() is None
+    loop.close()
+    del loop
+    assert freed[0]() is None
 
 
 def test_descriptors(loop: EventLoop) -> None:

@@ -9,7 +9,8 @@ import pytest
 from torch import nn
 
 from rankwise.errors import NotPicklableError
-from rankwise.processes.memory_file import create_memory_file, pack_or_explain, unpack
+from rankwise.processes.memory_file import create_memory_file, unpack
+from rankwise.processes.pickling_errors import pack_or_explain
 
 
 @pytest.fixture

@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING
 from rankwise.start import lazy_names
 
 if TYPE_CHECKING:
-    from rankwise.launchers.commands.launcher import CommandLauncher, CommandProcess
+    from rankwise.launchers.commands.launcher import CommandLauncher
+    from rankwise.launchers.commands.process import CommandProcess
 
-_HOMES = {"rankwise.launchers.commands.launcher": "CommandLauncher CommandProcess"}
+_HOMES = {
+    "rankwise.launchers.commands.launcher": "CommandLauncher",
+    "rankwise.launchers.commands.process": "CommandProcess",
+}
 
 __all__ = ["CommandLauncher", "CommandProcess"]
 

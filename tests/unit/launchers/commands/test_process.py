@@ -7,8 +7,7 @@ from multiprocessing.connection import wait
 
 import pytest
 
-from rankwise.launchers.commands import launcher
-from rankwise.launchers.commands.launcher import SupervisedCommand
+from rankwise.launchers.commands.process import SupervisedCommand
 from rankwise.processes.parent_death import ParentDeathPipe
 
 LIMIT_S = 20.0
@@ -56,13 +55,12 @@ def test_the_end_is_when_wait_returns(
         process.may_return.set()
         assert wait([command.fileno()], LIMIT_S) == [command.fileno()]
         assert (command.wait(), command.has_memory(), cuts) == (seen, False, [])
-    text = "global_rank=3: wait() raised OSError: lost"
-    assert (text in capfd.readouterr().err) == isinstance(status, Exception)
+    assert ("rank=3: wait() raised OSError: lost" in capfd.readouterr().err) == isinstance(status, Exception)
 
 
 def test_a_kill_without_an_end(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """The lifeline is cut, once, and the supervisor does not wait for ever for a process that stays."""
-    monkeypatch.setattr(launcher, "_GIVE_UP_S", 0.05)
+    monkeypatch.setattr(f"{SupervisedCommand.__module__}._GIVE_UP_S", 0.05)
     with supervised(Ended(0)) as (command, cuts):
         command.kill()
         command.kill()
@@ -75,7 +73,7 @@ def test_a_kill_without_an_end(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Ca
 
 def test_a_rank_that_outlives_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the command has ended, but not the rank's connection, that is closed."""
-    monkeypatch.setattr(launcher, "_SETTLE_S", 0.05)
+    monkeypatch.setattr(f"{SupervisedCommand.__module__}._SETTLE_S", 0.05)
     process = Ended(255)
     with supervised(process) as (command, cuts):
         command.is_connected = True
