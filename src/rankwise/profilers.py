@@ -236,9 +236,10 @@ class AdvancedProfiler(Profiler):
 
     def teardown(self, stage: str | None) -> None:
         if self._profile is not None:
+            profile, self._profile = self._profile, None
+            profile.disable()  # before the import, which it would measure
             import pstats
 
-            profile, self._profile = self._profile, None
             text = io.StringIO()
             pstats.Stats(profile, stream=text).strip_dirs().sort_stats("cumulative").print_stats()
             self._table = text.getvalue().strip()
