@@ -237,8 +237,8 @@ def _awaited(strategy: Any, worker: WorkerContext, path: str | os.PathLike[str])
             return  # it has written the file; the others are gone with the store
         if isinstance(error, dist.DistNetworkError):
             warn(
-                f"The program of global_rank=0 ended before this rank came to save {os.fspath(path)!r}, so "
-                "this rank cannot tell whether that was written; if not, global_rank=0 has raised why."
+                f"The program of global_rank=0 ended before this rank knew whether {os.fspath(path)!r} was "
+                "written. If it was not, global_rank=0 shows why."
             )
             yield
             return
