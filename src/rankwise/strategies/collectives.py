@@ -197,20 +197,24 @@ def errors_shared(strategy: Any, *, of_rank_zero: bool = False) -> Iterator[None
 
 def write_checkpoint(strategy: Any, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Write a checkpoint; see `Strategy.save_checkpoint`."""
-    block: AbstractContextManager[None]
-    if is_failed := is_after_failure():
+
+    def write() -> None:
+        with as_checkpoint_error(path):
+            strategy.checkpoint_io.save_checkpoint(checkpoint, path)
+
+    if is_after_failure():
         refuse_partly_updated("save_checkpoint()")
-        block = saving_in_hook_reported()
+        with saving_in_hook_reported():
+            write()
     elif (worker := _context_between_jobs(strategy)) is not None:
-        block = _awaited(strategy, worker, path)
+        with _awaited(strategy, worker, path):
+            if strategy.is_global_zero:
+                write()
     else:
-        block = errors_shared(strategy, of_rank_zero=True)
-        if strategy.is_global_zero:
-            report_phase("checkpoint")
-    with block:
-        if is_failed or strategy.is_global_zero:
-            with as_checkpoint_error(path):
-                strategy.checkpoint_io.save_checkpoint(checkpoint, path)
+        with errors_shared(strategy, of_rank_zero=True):
+            if strategy.is_global_zero:
+                report_phase("checkpoint")
+                write()
 
 
 def _context_between_jobs(strategy: Any) -> WorkerContext | None:
