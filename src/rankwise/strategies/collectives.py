@@ -1,4 +1,4 @@
-"""`RankCollectives`: a strategy's ranks, its groups, and what its ranks do together."""
+"""`RankCollectives`: a strategy's ranks, groups and collectives; shared errors; writing a checkpoint."""
 
 from __future__ import annotations
 
@@ -173,9 +173,10 @@ class RankCollectives(ABC):
 
 @contextmanager
 def errors_shared(strategy: Any, *, of_rank_zero: bool = False) -> Iterator[None]:
-    """Raise an exception of the block, with `of_rank_zero` of rank 0's, on every rank. Collective.
+    """Raise an exception of the block on every rank. Collective; the block must not call collectives.
 
-    The block calls no collectives. Instead of another package's error, other ranks get a `WorkerRaisedError`.
+    With `of_rank_zero`, only the block on global rank 0 can fail. Instead of another package's error, other
+    ranks get a `WorkerRaisedError`.
     """
     own: Exception | None = None
     errors: list[Exception] = []

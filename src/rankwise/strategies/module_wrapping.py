@@ -104,7 +104,8 @@ def wrapped_in_place(
         "model": module,
         "_ddp_kwargs": ddp_kwargs,
         "_setup_model": wrap,
-        **dict.fromkeys(("pre_configure_ddp", "_register_ddp_hooks"), lambda: None),  # done elsewhere
+        # the strategy sets DDP's options and registers the hook by itself
+        **dict.fromkeys(("pre_configure_ddp", "_register_ddp_hooks"), lambda: None),
     }
     own = vars(strategy)
     before = {name: own[name] for name in given if name in own}

@@ -28,8 +28,8 @@ def begin_job(strategy: Strategy) -> None:
     What ends the script ends the job: its last line on every rank, an exception on any of them, a signal. The
     job's first failure is then printed instead of this rank's own, as `Strategy.launch` would raise it.
 
-    Mutates: `sys.excepthook`, `sys.exit`, and what a job changes, until this process ends. Refused where
-    processes are started that run a function only, and within such a job.
+    Mutates: `sys.excepthook`, `sys.exit`, and what a job changes, until this process ends. Raises
+    `LaunchRefusedError` where processes run a function only, and within such a job.
     """
     global _open
     strategy._check_not_in_job("begin_job()")
