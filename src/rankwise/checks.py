@@ -117,9 +117,9 @@ def lightning_base(kind: type, name: str) -> Any:
 
 
 def check_overrides(owner: object, refused: Mapping[str, str] = _NO_REMEDIES) -> None:
-    """Refuse methods of a user's class that rankwise never calls, or not with the arguments that they take.
+    """Raise for a user's method that rankwise never calls (`refused`, see `refuse_methods`), or cannot call.
 
-    The first are in `refused`, as for `refuse_methods`; the others override a method or a property.
+    It cannot call one that takes other arguments than the method it overrides, or that replaces a property.
     """
     classes = type(owner).__mro__
     base = next((each for each in classes if is_of_this_package(each)), object)

@@ -187,7 +187,10 @@ def record_of_lightning(owner: Any) -> _Record:
 
 
 def checkpointed_parts(owner: HyperparametersMixin, keys: tuple[str, str] = MODULE_KEYS) -> dict[str, Any]:
-    """Return the parts of a checkpoint with the hyperparameters, by Lightning's `keys`; none for none."""
+    """Return the parts of a checkpoint with the hyperparameters, by Lightning's `keys`; none for none.
+
+    Namespaces and other mappings become dictionaries, other lists become lists.
+    """
     record, left_out = owner._hyperparameter_record, left_out_of_checkpoints(owner)
     values = {name: _stored(value) for name, value in record.values.items() if name not in left_out}
     if not values:

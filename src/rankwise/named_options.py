@@ -1,4 +1,4 @@
-"""`NameTable`, the base of the registries, with installed packages' entry points; names with options."""
+"""`NameTable`, the base of the registries; installed packages' entry points; parsing a name with options."""
 
 from __future__ import annotations
 

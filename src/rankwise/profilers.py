@@ -236,9 +236,10 @@ class AdvancedProfiler(Profiler):
 
     def teardown(self, stage: str | None) -> None:
         if self._profile is not None:
+            profile, self._profile = self._profile, None
+            profile.disable()  # before the import, which it would measure
             import pstats
 
-            profile, self._profile = self._profile, None
             text = io.StringIO()
             pstats.Stats(profile, stream=text).strip_dirs().sort_stats("cumulative").print_stats()
             self._table = text.getvalue().strip()
@@ -296,6 +297,7 @@ class PyTorchProfiler(Profiler):
         super().setup(stage, local_rank, log_dir)
         self._table = ""
         own: dict[str, Any] = {"record_shapes": self.group_by_input_shapes, **self.profiler_kwargs}
+        # skips wait + warmup = 2 batches
         own.setdefault("schedule", torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1))
         on_ready = own.pop("on_trace_ready", None)
         self.profiler = torch.profiler.profile(**own, on_trace_ready=lambda done: self._keep(done, on_ready))

@@ -161,7 +161,7 @@ def _aliases_of(point: EntryPoint, loaded: Any) -> Mapping[str, RegisteredStrate
 
 
 StrategyRegistry = _Registry()
-for _strategy in strategies.__all__:
+for _strategy in strategies.__all__:  # every class of it is registered
     getattr(strategies, _strategy).register_strategies(StrategyRegistry)
 
 

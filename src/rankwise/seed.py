@@ -224,7 +224,10 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def set_numpy_state(generator: Any, state: Any) -> None:
-    """Set a legacy state of NumPy, from a file; NumPy itself would read memory at any position in it."""
+    """Set a legacy state of NumPy, from a file.
+
+    Raise ValueError or TypeError for an invalid position; NumPy itself would read memory at any position.
+    """
     kind, keys, position, *rest = state
     if not 0 <= operator.index(position) <= _NUMPY_WORDS:
         raise ValueError(f"position {position} is outside of the state")
@@ -342,7 +345,8 @@ class RandomStreams:
 
 def _begin() -> dict[str, Any]:
     """Return the random state with which the program begins to use rankwise."""
-    if start.main_random_state is not None:  # a script that is run again: both split their data alike
+    # a script that is run again takes the main process's state, so that both split their data alike
+    if start.main_random_state is not None:
         set_random_state(start.main_random_state(), _CPU)
     return get_random_state(_CPU)
 

@@ -13,7 +13,10 @@ T = TypeVar("T")
 def call_with_limit(
     function: Callable[[], T], limit_s: float, *ignored: type[BaseException], name: str = "rankwise-call"
 ) -> list[T]:
-    """Call a function in a thread; return its value, or nothing after the limit or an `ignored` exception."""
+    """Call a function in a daemon thread, named `name`; return its value.
+
+    Return nothing after the limit or an `ignored` exception.
+    """
     values: list[T] = []
 
     def run() -> None:

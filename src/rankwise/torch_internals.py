@@ -111,7 +111,10 @@ INTERNALS = (
 
 @cache
 def check_torch(used_for: str) -> None:
-    """Raise where torch lacks a private member that is needed for `JOB`, ...; warn where it is newer."""
+    """Raise `ConfigurationError` where torch lacks a needed private member; warn where torch is newer.
+
+    `used_for` is `JOB`, `ELASTIC`, `LOSS_SCALING` or `SHARDED`.
+    """
     needed = [each for each in INTERNALS if each.used_for == used_for and each.without == _REFUSED]
     if lost := [name for internal in needed for name in missing(internal)]:
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""Make the ranks have the same versions, module, weights, loaders and loss, or raise."""
+"""Compare or share the ranks' versions, weights, states, loaders and loss; return a rank's share of data."""
 
 from __future__ import annotations
 
@@ -129,7 +129,10 @@ def replica_of(strategy: Strategy) -> dict[str, int]:
 
 
 def fingerprint_of_loaders(words: str, loaders: list[Any], is_split_here: bool) -> dict[str, str]:
-    """Return the facts of `words` loaders that must be equal: number; unless split, lengths and indices."""
+    """Return the facts of loaders that must be equal: number and, unless split, lengths and subsets' indices.
+
+    `words` names the loaders in messages, such as `"training"`.
+    """
     facts = {f"the number of {words} loaders": str(len(loaders))}
     for number, loader in enumerate(loaders if is_split_here else []):
         if is_shardable(loader) and not is_split(loader):

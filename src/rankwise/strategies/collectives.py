@@ -1,4 +1,4 @@
-"""`RankCollectives`: a strategy's ranks, its groups, and what its ranks do together."""
+"""`RankCollectives`: a strategy's ranks, groups and collectives; shared errors; writing a checkpoint."""
 
 from __future__ import annotations
 
@@ -173,9 +173,10 @@ class RankCollectives(ABC):
 
 @contextmanager
 def errors_shared(strategy: Any, *, of_rank_zero: bool = False) -> Iterator[None]:
-    """Raise an exception of the block, with `of_rank_zero` of rank 0's, on every rank. Collective.
+    """Raise an exception of the block on every rank. Collective; the block must not call collectives.
 
-    The block calls no collectives. Instead of another package's error, other ranks get a `WorkerRaisedError`.
+    With `of_rank_zero`, only the block on global rank 0 can fail. Instead of another package's error, other
+    ranks get a `WorkerRaisedError`.
     """
     own: Exception | None = None
     errors: list[Exception] = []
@@ -197,20 +198,24 @@ def errors_shared(strategy: Any, *, of_rank_zero: bool = False) -> Iterator[None
 
 def write_checkpoint(strategy: Any, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Write a checkpoint; see `Strategy.save_checkpoint`."""
-    block: AbstractContextManager[None]
-    if is_failed := is_after_failure():
+
+    def write() -> None:
+        with as_checkpoint_error(path):
+            strategy.checkpoint_io.save_checkpoint(checkpoint, path)
+
+    if is_after_failure():
         refuse_partly_updated("save_checkpoint()")
-        block = saving_in_hook_reported()
+        with saving_in_hook_reported():
+            write()
     elif (worker := _context_between_jobs(strategy)) is not None:
-        block = _awaited(strategy, worker, path)
+        with _awaited(strategy, worker, path):
+            if strategy.is_global_zero:
+                write()
     else:
-        block = errors_shared(strategy, of_rank_zero=True)
-        if strategy.is_global_zero:
-            report_phase("checkpoint")
-    with block:
-        if is_failed or strategy.is_global_zero:
-            with as_checkpoint_error(path):
-                strategy.checkpoint_io.save_checkpoint(checkpoint, path)
+        with errors_shared(strategy, of_rank_zero=True):
+            if strategy.is_global_zero:
+                report_phase("checkpoint")
+                write()
 
 
 def _context_between_jobs(strategy: Any) -> WorkerContext | None:
@@ -237,8 +242,8 @@ def _awaited(strategy: Any, worker: WorkerContext, path: str | os.PathLike[str])
             return  # it has written the file; the others are gone with the store
         if isinstance(error, dist.DistNetworkError):
             warn(
-                f"The program of global_rank=0 ended before this rank came to save {os.fspath(path)!r}, so "
-                "this rank cannot tell whether that was written; if not, global_rank=0 has raised why."
+                f"The program of global_rank=0 ended before this rank knew whether {os.fspath(path)!r} was "
+                "written. If it was not, global_rank=0 shows why."
             )
             yield
             return

@@ -308,7 +308,8 @@ def from_parallel_devices(given: Sequence[torch.device]) -> tuple[str, int | lis
     """Return the accelerator and the devices of a list of devices."""
     devices = given if isinstance(given, (list, tuple)) else ()
     kinds = {device.type if isinstance(device, torch.device) else "" for device in devices}
-    are_alike, expected = len(kinds) == 1 and "" not in kinds, "a list of torch.device of one type"
+    are_alike = len(kinds) == 1 and "" not in kinds
+    expected = "a list of torch.device of one type"
     check_value("parallel_devices", given, are_alike, expected, error=InvalidTypeError)
     if kinds == {"cpu"}:
         return "cpu", len(given)

@@ -1,4 +1,4 @@
-"""The strategies that have names: `DDPStrategy`, its variants by start method, and a single process."""
+"""`DDPStrategy`; its variants by start method, with restarts, and for "auto"; `SingleDeviceStrategy`."""
 
 from __future__ import annotations
 

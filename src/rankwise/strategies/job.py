@@ -199,7 +199,10 @@ def launch_into(
     described: Mapping[str, object],
     rendezvous: str,
 ) -> None:
-    """Launch, and put the values into `results`, also where a signal, which this raises, has stopped all."""
+    """Launch, and put the values into `results`, also where a signal has stopped all ranks.
+
+    Then raise SystemExit or KeyboardInterrupt.
+    """
     needs_no_copy = launcher.runs_in_caller or launcher.copies_entry
     run = launcher.launch if needs_no_copy else partial(_launch_copies, launcher)
     try:

@@ -35,14 +35,14 @@ class WrappedModules:
 
     def sync_batchnorms(self, module: nn.Module, group: ProcessGroup | None) -> None:
         """Replace layers by `SyncBatchNorm`; their parameters and buffers stay the same objects."""
-        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+        if _is_replaceable(module):
             raise ConfigurationError(
                 message="sync_batchnorm=True cannot replace a module that is itself a batch normalisation.",
                 remedy=f"wrap it: nn.Sequential({type(module).__name__}(...)).",
             )
         for owner in list(module.modules()):
             for name, layer in list(owner.named_children()):
-                if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm):
+                if isinstance(layer, _BatchNorm) and _is_replaceable(layer):
                     synced = nn.SyncBatchNorm.convert_sync_batchnorm(layer, group)
                     setattr(owner, name, synced)
                     self._batchnorms.setdefault(owner, []).append((name, layer, synced))
@@ -76,6 +76,10 @@ class WrappedModules:
         self.wrappers.clear()
 
 
+def _is_replaceable(layer: nn.Module) -> bool:
+    return isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
+
+
 def own_memory(module: nn.Module, launcher: Launcher | None) -> None:
     """Move parameters and buffers out of shared memory, which a forked rank has in common with the others.
 
@@ -100,7 +104,8 @@ def wrapped_in_place(
         "model": module,
         "_ddp_kwargs": ddp_kwargs,
         "_setup_model": wrap,
-        **dict.fromkeys(("pre_configure_ddp", "_register_ddp_hooks"), lambda: None),  # done elsewhere
+        # the strategy sets DDP's options and registers the hook by itself
+        **dict.fromkeys(("pre_configure_ddp", "_register_ddp_hooks"), lambda: None),
     }
     own = vars(strategy)
     before = {name: own[name] for name in given if name in own}

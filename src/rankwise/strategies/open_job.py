@@ -28,8 +28,8 @@ def begin_job(strategy: Strategy) -> None:
     What ends the script ends the job: its last line on every rank, an exception on any of them, a signal. The
     job's first failure is then printed instead of this rank's own, as `Strategy.launch` would raise it.
 
-    Mutates: `sys.excepthook`, `sys.exit`, and what a job changes, until this process ends. Refused where
-    processes are started that run a function only, and within such a job.
+    Mutates: `sys.excepthook`, `sys.exit`, and what a job changes, until this process ends. Raises
+    `LaunchRefusedError` where processes run a function only, and within such a job.
     """
     global _open
     strategy._check_not_in_job("begin_job()")
@@ -62,7 +62,7 @@ class OpenJob:
         self.is_running = True
         self._job = job
         self._worker = worker
-        *_, (self._script, _) = walk_stack(sys._getframe())
+        self._script = list(walk_stack(sys._getframe()))[-1][0]  # the outermost frame
         self._pid = os.getpid()
         self._hook = sys.excepthook
         sys.excepthook = self._on_exception
@@ -101,7 +101,8 @@ class OpenJob:
         # Another excepthook has printed it, or Python does not treat it as an error and exits with this code.
         own = getattr(sys, "last_value", None) or ScriptExit.uncaught
         last = dis.opname[self._script.f_code.co_code[self._script.f_lasti]]
-        if own is None and self._worker.channel is not None and not last.startswith("RETURN"):
+        has_returned = last.startswith("RETURN")  # not ended by an exception
+        if own is None and self._worker.channel is not None and not has_returned:
             # By `raise SystemExit(...)`; its code is not known yet: the other ranks may have finished, too.
             phase = WorkerExitedError.BY_SYSTEM_EXIT
             record = FailureRecord.of_rank(self._worker.ranks, os.getpid(), phase=phase)

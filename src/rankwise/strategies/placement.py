@@ -317,7 +317,9 @@ def _supervision_options(
 
 
 def _supervised_launcher(placement: Placement, processes: ProcessConfig, group: GroupConfig) -> Launcher:
-    environment, hosts, endpoint = placement.environment, placement.ranks.node_rank == 0, None
+    environment = placement.environment
+    hosts = placement.ranks.node_rank == 0
+    endpoint = None
     if not placement.ranks.is_one_node and script_place() is None:  # else the launcher chooses the address
         endpoint = RendezvousEndpoint((_store_address(environment, hosts), environment.main_port), hosts)
     options = _supervision_options(placement, processes, group, endpoint)
