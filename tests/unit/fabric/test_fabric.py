@@ -91,8 +91,7 @@ def test_launch_returns_the_functions_value() -> None:
     assert fabric().launch(lambda own, a, b: (own.world_size, a, b), 2, b=3) == (1, 2, 3)
     wrong: list[Any] = [3, lambda: None]
     for function in wrong:
-        with pytest.raises(InvalidTypeError, match="that takes the Fabric"):
-            fabric().launch(function)
+        refused(InvalidTypeError, "that takes the Fabric", fabric().launch, function)
 
 
 def test_processes_must_be_launched() -> None:
@@ -125,8 +124,7 @@ def test_a_subclass_with_run_launches_itself() -> None:
             return number, self.strategy.is_in_job
 
     assert Mine(accelerator="cpu", devices=1).run(4) == (4, True)
-    with pytest.raises(ConfigurationError, match="does not define run"):
-        fabric().run()
+    refused(ConfigurationError, "does not define run", fabric().run)
 
 
 @pytest.mark.parametrize(

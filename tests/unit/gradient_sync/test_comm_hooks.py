@@ -185,8 +185,7 @@ def test_hooks_can_be_registered(names: Any) -> None:
         assert_close([None if g is None else g * 2 for g in result], expected())
     refused(DuplicateNameError, r"CommHookRegistry.register\(\"scaled\"", names.register, "SCALED", scaled)
     refused(UnknownArgumentError, "Did you mean 'factor'", DDPStrategy, comm_hook="scaled:facter=2")
-    with pytest.raises(InvalidTypeError):
-        names.register("", scaled)
+    refused(InvalidTypeError, "name", names.register, "", scaled)
     refused(InvalidTypeError, "two arguments", names.register, "wrong", lambda bucket: bucket)
 
 

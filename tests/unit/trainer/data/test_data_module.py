@@ -122,8 +122,7 @@ def test_without_a_trainer() -> None:
     assert copied.hparams == {"batch_size": 4}
     moved = copied.transfer_batch_to_device([torch.ones(1)], torch.device("cpu"), 0)
     assert moved == [torch.ones(1)]
-    with pytest.raises(ConfigurationError, match=r"DataModule does not define train_dataloader\(\)"):
-        DataModule().train_dataloader()
+    refused(ConfigurationError, r"not define train_dataloader\(\)", DataModule().train_dataloader)
 
 
 def test_what_is_refused_before_the_start(tmp_path: Path) -> None:
@@ -132,17 +131,15 @@ def test_what_is_refused_before_the_start(tmp_path: Path) -> None:
     refused(ConfigurationError, both, runs.fit, Line(), loader(), datamodule=Numbers())
     refused(ConfigurationError, both, runs.fit, Line(), Numbers(), loader())
     refused(InvalidTypeError, "datamodule", runs.fit, Line(), datamodule=loader())
-    with pytest.raises(ConfigurationError, match=r"DataModule does not define test_dataloader\(\)"):
-        runs.test(Line(), DataModule())
+    refused(ConfigurationError, r"not define test_dataloader\(\)", runs.test, Line(), DataModule())
     data = Numbers()
     data.train_dataloader = loader()  # type: ignore[method-assign, assignment]  # refused
     refused(InvalidTypeError, r"Numbers\.train_dataloader", runs.fit, Line(), data)
     for owner in (Line(), Numbers()):  # to allow empty loaders on some ranks would have no effect
         vars(owner)["allow_zero_length_dataloader_with_multiple_devices"] = True
         arguments: Any = (owner, loader()) if isinstance(owner, Line) else (Line(), owner)
-        with pytest.raises(
-            ConfigurationError, match=f"{type(owner).__name__}.allow_zero_length_.* has no effect"
-        ):
+        expected = f"{type(owner).__name__}.allow_zero_length_.* has no effect"
+        with pytest.raises(ConfigurationError, match=expected):
             runs.fit(*arguments)
     assert runs.datamodule is None
 
@@ -153,8 +150,7 @@ def test_hooks_that_are_not_called(tmp_path: Path, name: str) -> None:
     odd, older = (type("Odd", (Numbers,), {hook: lambda self: None})() for hook in (name, "setup"))
     with pytest.raises(ConfigurationError, match=rf"Odd\.{name}\(\) would never be called"):
         trainer(tmp_path).fit(Line(), odd)
-    with pytest.raises(ConfigurationError, match=r"Odd\.setup\(\) cannot be called"):
-        trainer(tmp_path).fit(Line(), older)
+    refused(ConfigurationError, r"Odd\.setup\(\) cannot be called", trainer(tmp_path).fit, Line(), older)
 
 
 def test_the_modules_methods_that_a_data_module_replaces(tmp_path: Path) -> None:
