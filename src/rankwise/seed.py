@@ -122,10 +122,20 @@ def seed_process(seed: int, device: torch.device = _CPU) -> None:
 
 
 @contextlib.contextmanager
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """Restore this process's random state, with that of a device, after the block."""
+    before = get_random_state(device)
+    try:
+        yield
+    finally:
+        set_random_state(before, device)
+
+
+@contextlib.contextmanager
 def isolated_random_state(seed: int, *generators: Any) -> Iterator[None]:
     """Seed Python, NumPy (if loaded), torch's CPU generator and `generators`; restore all after it."""
     with contextlib.ExitStack() as stack:
-        stack.callback(set_random_state, get_random_state(_CPU), _CPU)
+        stack.enter_context(random_state_kept(_CPU))
         seed_process(seed)
         for generator in generators:
             stack.callback(_reseeded(generator, seed))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from rankwise.process_group import (
     sync_ddp_if_available,
 )
 from rankwise.ranks import rank_zero_info, rank_zero_only, rank_zero_warn
-from rankwise.seed import get_random_state, seed_everything, set_random_state
+from rankwise.seed import random_state_kept, seed_everything
 
 __all__ = [
     "EVAL_DATALOADERS",
@@ -94,15 +93,9 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
     return norms and {**norms, f"grad_{kind}_norm_total": torch.stack([*norms.values()]).norm(kind)}
 
 
-@contextmanager
-def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
+def isolate_rng(include_cuda: bool = True) -> AbstractContextManager[None]:
     """Restore the state of Python's, NumPy's and torch's random generators after the block."""
-    device = torch.device("cuda") if include_cuda and torch.cuda.is_initialized() else _CPU
-    state = get_random_state(device)
-    try:
-        yield
-    finally:
-        set_random_state(state, device)
+    return random_state_kept(torch.device("cuda") if include_cuda and torch.cuda.is_initialized() else _CPU)
 
 
 __getattr__ = complete_module(__name__)

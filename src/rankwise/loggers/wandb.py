@@ -154,7 +154,10 @@ class WandbLogger(Logger):
 
     @rank_zero_only
     def log_image(self, key: str, images: Sequence[Any], step: int | None = None, **options: Any) -> None:
-        """Log images: tensors, arrays, images of Pillow, file names. See `log_media` for the options."""
+        """Log images: tensors, arrays, images of Pillow, file names.
+
+        Each of the `options`, such as `caption`, is a list with a value for each image.
+        """
         self._log_media("Image", key, images, step, options)
 
     @rank_zero_only

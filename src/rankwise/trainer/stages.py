@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from types import NoneType
@@ -17,7 +17,14 @@ from rankwise.loggers.base import finalize_all
 from rankwise.monitoring.heartbeat import TEARDOWN, report_phase
 from rankwise.processes.fork_safety import import_dynamo
 from rankwise.processes.signals import StoppedBySignal, as_raised
-from rankwise.seed import drawn_seed, get_random_state, given_seed, seed_process, set_random_state
+from rankwise.seed import (
+    drawn_seed,
+    get_random_state,
+    given_seed,
+    random_state_kept,
+    seed_process,
+    set_random_state,
+)
 from rankwise.strategies import Strategy
 from rankwise.strategies.agreement import check_ranks_agree, fingerprint_of, share_model, share_states
 from rankwise.strategies.collectives import errors_shared
@@ -119,7 +126,8 @@ class Stage:
         options = context.options
         if options.deterministic or options.detect_anomaly or options.benchmark is not None:
             yield torch_flags_set(options)
-        yield _random_state_kept(context.strategy.root_device)
+        # The caller has drawn one number for the stage; so its state does not depend on the number of ranks.
+        yield random_state_kept(context.strategy.root_device)
         if context.profiler.is_active:
             yield profiled(context, self.name)
 
@@ -282,19 +290,6 @@ class Stage:
         is_limited = context.options.limit("validate") == 0
         has_step = is_defined(context.module, "validation_step")
         return has_step and not is_limited and self.loaders.has(context.module, "validate")
-
-
-@contextmanager
-def _random_state_kept(device: torch.device) -> Iterator[None]:
-    """Restore this process's random state after the block, in which other streams are drawn from.
-
-    The caller has drawn one number for the stage, and so has the same state after it on any number of ranks.
-    """
-    before = get_random_state(device)
-    try:
-        yield
-    finally:
-        set_random_state(before, device)
 
 
 def _prepare_data(strategy: Strategy, owner: DataHooks) -> None:

@@ -6,7 +6,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 
 from rankwise.errors import PeerAuthenticationError, RendezvousTimeoutError
@@ -39,11 +38,9 @@ def connected() -> tuple[list[_Exchange], list[Any]]:
 def test_a_rank_waits_for_what_the_last_one_finds() -> None:
     """No rank uses the group before all have compared: an impostor that the last finds is an error of all."""
     alone, _ = exchanges(2)
-    with pytest.raises(RendezvousTimeoutError, match="the other ranks of a new process group"):
-        alone.meet(timedelta(seconds=0.2))
+    refused(RendezvousTimeoutError, "ranks of a new process group", alone.meet, timedelta(seconds=0.2))
     first, last = exchanges(2)
-    with pytest.raises(RendezvousTimeoutError):
-        first.finish()
+    refused(RendezvousTimeoutError, "rank", first.finish)
     refused(PeerAuthenticationError, "in place of rank 0", last._raise, "another process in place of rank 0")
     refused(PeerAuthenticationError, "in place of rank 0", first.finish)
 
@@ -85,7 +82,6 @@ def test_an_exchange_that_ends_just_after_a_wait() -> None:
 def test_a_rank_that_has_left_the_group() -> None:
     """What it has found is the error, not that its connection is closed."""
     (first, last), groups = connected()
-    with pytest.raises(PeerAuthenticationError):
-        last._raise("another process in place of rank 0")
+    refused(PeerAuthenticationError, "rank 0", last._raise, "another process in place of rank 0")
     del groups[1]
     refused(PeerAuthenticationError, "in place of rank 0", first.compare, groups[0])

@@ -151,8 +151,7 @@ def test_contradictions_of_a_strategys_name(tmp_path: Path) -> None:
         trainer(tmp_path, strategy="ddp_fork", plugins=[DDPSpawnStrategy()])
     two = [torch.device("cpu")] * 2  # the arguments of one strategy do not contradict each other either
     for arguments in ({"devices": 3}, {"accelerator": "cuda"}):
-        with pytest.raises(ConfigurationError, match="contradict each other"):
-            DDPSpawnStrategy(parallel_devices=two, **arguments)
+        refused(ConfigurationError, "contradict", DDPSpawnStrategy, parallel_devices=two, **arguments)
     assert DDPSpawnStrategy(parallel_devices=two, devices=2).process_config.devices == 2
 
 
@@ -195,8 +194,8 @@ def test_the_strategys_own_parts(tmp_path: Path) -> None:
     assigned.precision = DoublePrecision()
     for strategy in (first, assigned):
         assert trainer(tmp_path, strategy=strategy, devices=3).strategy.precision.name == "64-true"
-        with pytest.raises(ConfigurationError, match="contradict each other"):
-            trainer(tmp_path, strategy=strategy, devices=3, precision="16-mixed")
+        options = {"strategy": strategy, "devices": 3, "precision": "16-mixed"}
+        refused(ConfigurationError, "contradict each other", trainer, tmp_path, **options)
     derived = trainer(tmp_path, strategy=strategy_with().with_(grace_period_s=2), devices=3, precision=64)
     assert derived.strategy.precision.name == "64-true"
     files = AsyncCheckpointIO()
@@ -232,8 +231,7 @@ def test_no_argument_is_assigned_without_effect(tmp_path: Path) -> None:
     for name in ("accelerator", "devices", "precision", "fast_dev_run", "sync_batchnorm", "max_time"):
         refused(AttributeError, name, setattr, train, name, 1)
     for name in ("current_epoch", "global_step", "world_size", "global_rank", "local_rank", "is_global_zero"):
-        with pytest.raises(AttributeError):
-            setattr(train, name, 1)
+        refused(AttributeError, name, setattr, train, name, 1)
 
 
 @pytest.mark.parametrize("phase", ["train", "val", "test", "predict"])

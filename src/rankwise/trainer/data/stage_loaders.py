@@ -135,7 +135,7 @@ class StageLoaders:
             for loader, seed in zip(loaders, seeds, strict=True)
         ]
         _check_fraction(strategy, phase, shards, context.options.limit(phase))
-        _warn_if_empty(strategy, phase, loaders)
+        _warn_if_empty(strategy, phase, given)
         state.num_batches[phase] = [shard.num_batches for shard in shards]
         context.stage.shards[phase] = shards
         context.stage.loaders[phase] = _restored_loaders(given, shards)
@@ -285,11 +285,13 @@ def _check_fraction(strategy: Strategy, phase: str, shards: list[LoaderShard], l
             )
 
 
-def _warn_if_empty(strategy: Strategy, phase: str, loaders: list[Any]) -> None:
+def _warn_if_empty(strategy: Strategy, phase: str, given: Any) -> None:
     """Warn on rank 0 of a loader without a batch, as Lightning does; it trains or evaluates nothing."""
-    # Several training loaders: by default, an empty one is an error when it begins again.
-    is_refused = phase == "train" and len(loaders) > 1
-    if strategy.is_global_zero and not is_refused and any(length_of(loader) == 0 for loader in loaders):
+    combination = _combination_of(given) if phase == "train" else None
+    are_empty = [length_of(loader) == 0 for loader in loaders_in(given)]
+    # Beside a longer one, it is an error when it begins again.
+    is_refused = combination is not None and combination.mode == "max_size_cycle" and not all(are_empty)
+    if strategy.is_global_zero and any(are_empty) and not is_refused:
         warn(f"The {PHASE_NAMES[phase]} loader is empty: its length is 0.")
 
 

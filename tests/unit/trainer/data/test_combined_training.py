@@ -96,15 +96,22 @@ def test_modes(tmp_path: Path, mode: Any, last: Any, count: int) -> None:
     assert (len(model.seen), runs.num_training_batches) == (count, count)
 
 
+@pytest.mark.parametrize(
+    ("mode", "length", "count"), [("min_size", 4, 0), ("max_size", 4, 2), ("max_size_cycle", 0, 0)]
+)
+def test_a_loader_without_a_batch(tmp_path: Path, mode: Any, length: int, count: int) -> None:
+    """A warning says that it trains nothing."""
+    with pytest.warns(UserWarning, match="The training loader is empty"):
+        assert len(seen(tmp_path, CombinedLoader([numbers(0, length), numbers(0, 0)], mode))) == count
+
+
 def test_limits(tmp_path: Path) -> None:
     """A limit counts batches of the combination, and a fraction is one of their number.
 
     A loader without length ends the epoch when it ends, or begins again.
     """
-    loaders, stream = (
-        [numbers(0, 12), numbers(20, 4)],
-        DataLoader(Stream(numbers(0, 6).dataset), batch_size=2),
-    )
+    loaders = [numbers(0, 12), numbers(20, 4)]
+    stream = DataLoader(Stream(numbers(0, 6).dataset), batch_size=2)
     assert len(seen(tmp_path, loaders, limit_train_batches=4)) == 4
     assert len(seen(tmp_path, loaders, limit_train_batches=0.5)) == 3
     assert len(seen(tmp_path, CombinedLoader([stream, numbers(0, 20)], "min_size"))) == 3
