@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from rankwise import DataModule
 from rankwise.callbacks import LambdaCallback, LearningRateCurve, LearningRateFinder, ModelCheckpoint
 from rankwise.errors import ConfigurationError, InvalidArgumentError, MissingExtraError
+from tests.helpers.refusals import refused
 from tests.unit.trainer.helpers import (
     Line,
     Recording,
@@ -195,8 +196,7 @@ class WithLock(Line):
 )
 def test_refused(tmp_path: Path, module: Line, finder: LearningRateFinder, problem: str) -> None:
     """What cannot be searched is an error before anything is trained; a hook cannot search."""
-    with pytest.raises(ConfigurationError, match=problem):
-        trainer(tmp_path, callbacks=finder).fit(module, loader())
+    refused(ConfigurationError, problem, trainer(tmp_path, callbacks=finder).fit, module, loader())
     assert module.seen == []
     searching = LambdaCallback(on_train_epoch_start=LearningRateFinder().lr_find)
     with pytest.raises(ConfigurationError, match="called within a fit"):
@@ -236,5 +236,4 @@ def test_plot(monkeypatch: pytest.MonkeyPatch) -> None:
     assert axes.drawn[1] == ("set_xscale", "log")
     assert axes.drawn[-1] == ("plot", curve.suggestion(), curve.results["loss"][18])
     without_package(monkeypatch, "matplotlib")
-    with pytest.raises(MissingExtraError, match=r"rankwise\[plot\]"):
-        curve.plot()
+    refused(MissingExtraError, r"rankwise\[plot\]", curve.plot)

@@ -13,6 +13,7 @@ from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
 from rankwise.errors import CheckpointError, InvalidArgumentError, InvalidTypeError
 from rankwise.strategies import SingleDeviceStrategy, Strategy
 from tests.helpers.own_process import wait_until
+from tests.helpers.refusals import refused
 
 
 class Held(TorchCheckpointIO):  # type: ignore[misc]  # one that differs from the real one in this alone
@@ -147,8 +148,7 @@ def test_error_is_raised_by_the_next_call(call: str, tmp_path: Path) -> None:
         "load": lambda: io.load_checkpoint(tmp_path / "x.ckpt"),
         "teardown": io.teardown,
     }
-    with pytest.raises(CheckpointError, match=r"below\.ckpt.*could not be written"):
-        calls[call]()
+    refused(CheckpointError, r"below\.ckpt.*could not be written", calls[call])
     assert call != "save" or io.load_checkpoint(tmp_path / "x.ckpt") == {"step": 1}
     io.save_checkpoint({"step": 2}, tmp_path / "x.ckpt")
     assert io.load_checkpoint(tmp_path / "x.ckpt") == {"step": 2}
@@ -169,16 +169,14 @@ def test_job_ends_when_all_is_written(tmp_path: Path) -> None:
         strategy.launch(save_and, tmp_path / "y.ckpt", ValueError("after saving"))
     for name in ("x.ckpt", "y.ckpt"):
         assert TorchCheckpointIO().load_checkpoint(tmp_path / name) == {"step": 3}
-    with pytest.raises(CheckpointError, match="could not be written"):
-        strategy.launch(save_and, tmp_path / "x.ckpt" / "below")
+    refused(CheckpointError, "could not be written", strategy.launch, save_and, tmp_path / "x.ckpt" / "below")
 
 
 def test_arguments(tmp_path: Path) -> None:
     """Invalid ones are errors; it is pickled without its thread."""
     with pytest.raises(InvalidTypeError, match="wrapped"):
         AsyncCheckpointIO(TorchCheckpointIO)  # type: ignore[arg-type]  # a class
-    with pytest.raises(InvalidArgumentError, match="max_pending"):
-        AsyncCheckpointIO(max_pending=0)
+    refused(InvalidArgumentError, "max_pending", AsyncCheckpointIO, max_pending=0)
     copied = pickle.loads(pickle.dumps(AsyncCheckpointIO(max_pending=3)))
     copied.save_checkpoint({"step": 1}, tmp_path / "x.ckpt")
     assert (copied.max_pending, copied.load_checkpoint(tmp_path / "x.ckpt")) == (3, {"step": 1})

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from rankwise.errors import ConfigurationError, UnusedParametersError
+from tests.helpers.refusals import refused
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
 from tests.unit.gradient_sync.helpers import batch, net, on_ranks
 
@@ -70,8 +71,7 @@ def test_other_errors_stay() -> None:
     def work(strategy: ThreadedStrategy, wrapped: nn.Module) -> None:
         raise RuntimeError("something else")
 
-    with pytest.raises(RuntimeError, match="something else"):
-        on_ranks(1, work, Heads())
+    refused(RuntimeError, "something else", on_ranks, 1, work, Heads())
 
 
 @pytest.mark.parametrize("first", [("first",), ("first", "second")])
@@ -114,8 +114,7 @@ def test_dtensors_are_refused() -> None:
         model.weight = nn.Parameter(DTensor.from_local(model.weight.detach(), mesh, [Replicate()]))
         strategy.launch(lambda s: s.setup_module(model))
 
-    with pytest.raises(ConfigurationError, match=r"DTensors.*\n.*weight.*pieces"):
-        run_ranks(1, work)
+    refused(ConfigurationError, r"DTensors.*\n.*weight.*pieces", run_ranks, 1, work)
 
 
 def test_accumulation_with_unused_parameters() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from rankwise.errors import ConfigurationError, UnknownArgumentError, UnknownNameError
 from rankwise.precision import HalfPrecision, MasterWeightsPrecision, Precision
+from tests.helpers.refusals import refused
 from tests.helpers.threaded import run_ranks
 
 NAMES = pytest.mark.parametrize("name", ["16-master", "bf16-master"])
@@ -166,10 +167,8 @@ def test_closures_are_refused() -> None:
     precision, _, optimizer = ready("bf16-master")
     with pytest.raises(ConfigurationError, match="closure, which would use old weights"):
         precision.optimizer_step(optimizer, lambda: 0.0)
-    with pytest.raises(UnknownNameError, match="Did you mean 'bf16-master'"):
-        MasterWeightsPrecision("bf16-masters")
-    with pytest.raises(UnknownArgumentError, match="scales nothing"):
-        MasterWeightsPrecision("bf16-master", init_scale=2.0)
+    refused(UnknownNameError, "Did you mean 'bf16-master'", MasterWeightsPrecision, "bf16-masters")
+    refused(UnknownArgumentError, "scales nothing", MasterWeightsPrecision, "bf16-master", init_scale=2.0)
     with pytest.raises(ValueError, match="1 master weights do not fit 4 parameters"):
         precision.load_state_dict({"masters": [[torch.ones(1)]]})
 
@@ -185,8 +184,7 @@ def test_sharded_optimizers_are_refused() -> None:
         optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
         MasterWeightsPrecision("bf16-master").configure(module, [optimizer])
 
-    with pytest.raises(ConfigurationError, match="does not work with ZeroRedundancyOptimizer"):
-        run_ranks(1, configure)
+    refused(ConfigurationError, "does not work with ZeroRedundancyOptimizer", run_ranks, 1, configure)
 
 
 def test_gradients_that_wait_for_a_step() -> None:

@@ -18,6 +18,7 @@ from rankwise.strategies import (
     SingleDeviceStrategy,
 )
 from rankwise.strategies.config import RegisteredNames
+from tests.helpers.refusals import refused
 
 
 class Own(DDPStrategy):
@@ -69,8 +70,7 @@ def test_a_name_carries_options() -> None:
 )
 def test_options_that_cannot_be(name: str, error: type[Exception], text: str) -> None:
     """They are refused like keywords, and the name is looked up without them."""
-    with pytest.raises(error, match=re.escape(text)):
-        StrategyRegistry.create(name)
+    refused(error, re.escape(text), StrategyRegistry.create, name)
 
 
 @pytest.mark.parametrize(
@@ -206,5 +206,4 @@ def test_a_subclass_registers_its_names() -> None:
     Named.register_strategies(StrategyRegistry)
     assert type(StrategyRegistry.create("named")) is Named
     assert StrategyRegistry.describe("named") == "mine"
-    with pytest.raises(DuplicateNameError, match="'ddp' is registered"):
-        Own.register_strategies(StrategyRegistry)
+    refused(DuplicateNameError, "'ddp' is registered", Own.register_strategies, StrategyRegistry)

@@ -127,8 +127,7 @@ def test_the_state(tmp_path: Path) -> None:
     assert (train.state.fn, train.state.status, train.state.stopped) == (None, "initializing", False)
     train.validate(Line(), loader())
     assert (train.state.fn, train.state.status, train.interrupted) == ("validate", "finished", False)
-    with pytest.raises(ValueError, match="broken"):
-        train.fit(Failing(), loader())
+    refused(ValueError, "broken", train.fit, Failing(), loader())
     assert seen == ["fit running"]
     assert (train.state.fn, train.state.status, train.state.finished) == ("fit", "interrupted", False)
     assert (train.interrupted, train.state.stopped, train.received_sigterm) == (True, True, False)

@@ -139,8 +139,7 @@ def test_what_is_refused_before_the_start(tmp_path: Path) -> None:
         vars(owner)["allow_zero_length_dataloader_with_multiple_devices"] = True
         arguments: Any = (owner, loader()) if isinstance(owner, Line) else (Line(), owner)
         expected = f"{type(owner).__name__}.allow_zero_length_.* has no effect"
-        with pytest.raises(ConfigurationError, match=expected):
-            runs.fit(*arguments)
+        refused(ConfigurationError, expected, runs.fit, *arguments)
     assert runs.datamodule is None
 
 
@@ -148,8 +147,7 @@ def test_what_is_refused_before_the_start(tmp_path: Path) -> None:
 def test_hooks_that_are_not_called(tmp_path: Path, name: str) -> None:
     """A data module with a hook that it does not have is refused, by name; so is one with other arguments."""
     odd, older = (type("Odd", (Numbers,), {hook: lambda self: None})() for hook in (name, "setup"))
-    with pytest.raises(ConfigurationError, match=rf"Odd\.{name}\(\) would never be called"):
-        trainer(tmp_path).fit(Line(), odd)
+    refused(ConfigurationError, rf"Odd\.{name}\(\) would never be called", trainer(tmp_path).fit, Line(), odd)
     refused(ConfigurationError, r"Odd\.setup\(\) cannot be called", trainer(tmp_path).fit, Line(), older)
 
 

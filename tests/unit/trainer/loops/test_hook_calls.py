@@ -12,6 +12,7 @@ from torch.optim import SGD, Optimizer
 from rankwise.callbacks import Callback
 from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.trainer.module import TrainerOptimizer
+from tests.helpers.refusals import refused
 from tests.unit.gradient_sync.helpers import step_by_hand
 from tests.unit.trainer.helpers import Line, calls_in, fitted, loader, noting, trainer
 
@@ -380,8 +381,7 @@ def test_schedulers_of_ones_own(tmp_path: Path) -> None:
     longer = trainer(tmp_path, max_epochs=3)
     longer.fit(Stepped(), loader(), ckpt_path=tmp_path / "own.ckpt")
     assert longer.lr_scheduler_configs[0].scheduler.steps == [0, 1, 2]
-    with pytest.raises(InvalidTypeError, match="lr_scheduler_step"):
-        trainer(tmp_path).fit(WithHalving(), loader())
+    refused(InvalidTypeError, "lr_scheduler_step", trainer(tmp_path).fit, WithHalving(), loader())
 
 
 # ------------------------------------------------------------------ batches and modes
@@ -456,8 +456,7 @@ def test_modes_after_an_exception(tmp_path: Path) -> None:
             raise AssertionError
 
     model = Failing()
-    with pytest.raises(ValueError, match="broken"):
-        trainer(tmp_path).validate(model, loader(2))
+    refused(ValueError, "broken", trainer(tmp_path).validate, model, loader(2))
     assert model.layer.training
 
 
