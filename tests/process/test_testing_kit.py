@@ -25,7 +25,7 @@ from rankwise.errors import (
 )
 from rankwise.launchers.context import CallerLauncher, RankRun, WorkerContext
 from rankwise.ranks import RankInfo
-from rankwise.strategies import DDPForkStrategy, Strategy
+from rankwise.strategies import DDPForkStrategy, SingleDeviceStrategy, Strategy
 from rankwise.testing import (
     Fault,
     check_checkpoint_io,
@@ -34,8 +34,10 @@ from rankwise.testing import (
     inject_faults,
     run_distributed,
 )
+from rankwise.testing.jobs import _fail_on, run_on
 from tests.helpers.bucket import Bucket
 from tests.helpers.parameters import first
+from tests.helpers.refusals import refused
 from tests.process.helpers import ddp
 from tests.process.resume_tasks import ThroughTorch
 from tests.process.training_tasks import Regression, loader, quiet_trainer
@@ -126,13 +128,18 @@ def test_launchers(start_method: str) -> None:
     check_launcher(ddp(start_method))
 
 
+def test_one_rank_fails() -> None:
+    """The rank that is to fail does; if it did not, the others would report that."""
+    refused(AssertionError, "returned without a rank", run_on, SingleDeviceStrategy(), _fail_on, 1)
+
+
 @pytest.mark.parametrize(
     ("check", "kind", "problems"),
     first(
         4,
         [
             (check_strategy, KeysOfTheWrapper, ["get_module_state_dict has the module's own keys"]),
-            (check_strategy, SummedByDefault, ["all_reduce averages by default"]),
+            (check_strategy, SummedByDefault, ["all_reduce averages by default", "[1, 6] instead of"]),
             (check_strategy, ClippedTooEarly, ["1 microbatches in a step and gradients clipped to 0.05"]),
             (check_launcher, Launcherless, ["runs once as each", "process of its own", "is a WorkerError"]),
             (check_strategy, ApartAtTheEnd, ["1 microbatches in a step ends with the same weights on every"]),

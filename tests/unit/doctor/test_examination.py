@@ -52,6 +52,13 @@ def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [examined({**BY_HAND, "RANK": r, "LOCAL_RANK": r})[1] for r in "01"] == [True, False]
 
 
+def test_a_preset_variable() -> None:
+    """A machine may preset a variable of a launcher: that is no error."""
+    [finding] = examined({"LOCAL_WORLD_SIZE": "2"})[0].findings
+    assert finding.what.startswith("LOCAL_WORLD_SIZE=2 is set without the other variables")
+    assert not finding.is_error
+
+
 def test_why_not_others() -> None:
     """Each launcher that was passed over is named with its reason."""
     report, _ = examined({"SLURM_JOB_ID": "12", "SLURM_PROCID": "0"})

@@ -47,6 +47,13 @@ def test_formats(name: str) -> None:
     """Weights are 16-bit; batch normalisation and the optimizer's parameters are 32-bit, and rounded."""
     precision, module, optimizer = ready(name)
     assert {parameter.dtype for parameter in module[0].parameters()} == {precision.dtype}
+    own = nn.Module()
+    own.register_buffer("scale", torch.ones(1))
+    own.register_buffer("count", torch.ones(1, dtype=torch.float64))
+    assert [each.dtype for each in precision.convert_module(own).buffers()] == [
+        precision.dtype,
+        torch.float64,
+    ]
     assert {parameter.dtype for parameter in module[1].parameters()} == {torch.float32}
     assert module[1].running_mean.dtype is torch.float32
     assert {parameter.dtype for parameter in precision.main_parameters(optimizer)} == {torch.float32}

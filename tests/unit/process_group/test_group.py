@@ -1,6 +1,7 @@
 """Destroyed process groups end when the last reference to them is dropped."""
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,10 +14,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from rankwise.environments import TorchElasticEnvironment
 from rankwise.errors import ProcessGroupError
 from rankwise.gradient_sync import GradientSync
-from rankwise.process_group.group import join_process_group, process_group
+from rankwise.process_group import group
+from rankwise.process_group.group import group_joinable, join_process_group, process_group
 from rankwise.ranks import RankInfo
+from rankwise.stores import rendezvous
+from rankwise.stores.rendezvous import RestartInfo
 from rankwise.strategies.module_wrapping import WrappedModules
 from tests.helpers.own_process import wait_until
 
@@ -77,6 +82,29 @@ def test_a_refused_group_is_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ProcessGroupError, match="unknown"):
         join_process_group(dist.HashStore(), ranks, "gloo", torch.device("cpu"), timeout=minute)
     assert not dist.is_initialized()
+
+
+def test_a_job_without_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There torch's functions create and destroy a group, as anywhere."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch replaces it
+    with group_joinable():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        assert dist.is_initialized()
+        dist.destroy_process_group()
+        assert not dist.is_initialized()
+
+
+def test_an_agents_store_has_a_part_for_each_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that torchrun's agent has started again read nothing of an earlier restart in its store."""
+    agents = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setitem(rendezvous._agreed, (("127.0.0.1", agents.port), 0), RestartInfo(3))
+    monkeypatch.setattr(rendezvous, "_noted", None)
+    monkeypatch.setattr(group, "_group_numbers", iter([7]))
+    environment = TorchElasticEnvironment({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agents.port)})
+    ranks = RankInfo(local_world_size=2, world_size=2)
+    group._open_environment_store(environment, ranks, timedelta(minutes=1)).set("key", "value")
+    assert agents.check(["start3/join7/key"])
 
 
 @pytest.mark.full

@@ -6,11 +6,12 @@ import signal
 import socket
 import threading
 import time
+from contextlib import ExitStack
 
 import pytest
 
 from rankwise.processes.event_loop import signals_delivered_in_thread
-from rankwise.processes.signals import ROUTER, SignalRequest
+from rankwise.processes.signals import ROUTER, SignalRequest, _free_signal
 from tests.helpers.own_process import signal_handled
 
 NUMBER = signal.SIGUSR1
@@ -188,3 +189,12 @@ def test_a_forked_process_has_no_subscribers(subscriber: Subscriber) -> None:
         process.join(LIMIT_S)
     assert process.exitcode == 0
     assert called == []
+
+
+def test_no_signal_is_free() -> None:
+    """A program that handles all real-time signals leaves none for waking the main thread."""
+    assert _free_signal() == signal.SIGRTMIN
+    with ExitStack() as stack:
+        for number in range(signal.SIGRTMIN, signal.SIGRTMAX + 1):
+            stack.enter_context(signal_handled(number, lambda *_: None))
+        assert _free_signal() is None
