@@ -1,5 +1,6 @@
 """Every environment keeps the same contract: typed facts from variables, or an error that names them."""
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -32,6 +33,7 @@ from rankwise.errors import (
 from rankwise.ranks import RankInfo, rank_zero_only
 from rankwise.strategies import DDPStrategy, SingleDeviceStrategy
 from rankwise.testing import check_environment
+from tests.helpers.refusals import refused
 from tests.unit.environments.variables import plain, shell_variables
 
 Variables = Mapping[str, str]
@@ -155,9 +157,7 @@ def test_local_ranks() -> None:
 def test_broken_contract(changes: dict[str, Any], problem: str) -> None:
     """A rule that an environment breaks is a line of the error."""
     broken: Any = type("Broken", (OwnEnvironment,), changes)
-    with pytest.raises(ContractError) as caught:
-        check_environment(broken, OWN, RankInfo(3, 1, 1, 4, 2, 2))
-    assert problem in str(caught.value)
+    refused(ContractError, re.escape(problem), check_environment, broken, OWN, RankInfo(3, 1, 1, 4, 2, 2))
 
 
 CONTRADICTIONS: dict[type[ClusterEnvironment], tuple[str, ...]] = {

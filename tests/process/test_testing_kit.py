@@ -90,6 +90,17 @@ class KeysOfTheWrapper(DDPForkStrategy):
         return module.state_dict()
 
 
+class WrapsFrozen(DDPForkStrategy):
+    """Wraps modules without trainable parameters, too."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        ready = super().setup_module(module)
+        return nn.Sequential(module) if ready is module else ready
+
+    def unwrap_module(self, module: nn.Module) -> nn.Module:
+        return module[0] if isinstance(module, nn.Sequential) else super().unwrap_module(module)
+
+
 # ---------------------------------------------------------------------- launchers
 
 
@@ -136,8 +147,9 @@ def test_one_rank_fails() -> None:
 @pytest.mark.parametrize(
     ("check", "kind", "problems"),
     first(
-        4,
+        5,
         [
+            (check_strategy, WrapsFrozen, ["it is wrapped"]),
             (check_strategy, KeysOfTheWrapper, ["get_module_state_dict has the module's own keys"]),
             (check_strategy, SummedByDefault, ["all_reduce averages by default", "[1, 6] instead of"]),
             (check_strategy, ClippedTooEarly, ["1 microbatches in a step and gradients clipped to 0.05"]),

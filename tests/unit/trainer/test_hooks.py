@@ -108,9 +108,8 @@ def test_arguments_of_an_older_lightning(tmp_path: Path) -> None:
         def training_step(self, dataloader_iter):  # type: ignore[no-untyped-def, override]
             return next(dataloader_iter)  # would get a batch
 
-    with pytest.raises(ConfigurationError, match=r"Older\.optimizer_step\(\) cannot be called") as caught:
-        fitted(tmp_path, Older())
-    assert "(epoch, batch_idx, optimizer, optimizer_closure)" in str(caught.value)
+    expected = r"(?s)Older\.optimizer_step\(\) cannot .*\(epoch, batch_idx, optimizer, optimizer_closure\)"
+    refused(ConfigurationError, expected, fitted, tmp_path, Older())
     with pytest.raises(ConfigurationError, match=r"Short\.on_train_batch_end\(\) cannot be called"):
         fitted(tmp_path, callbacks=Short())
     with pytest.raises(ConfigurationError, match=r"Reading\.training_step\(\) takes dataloader_iter"):
