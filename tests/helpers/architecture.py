@@ -383,17 +383,17 @@ def raised_errors(modules: Iterable[Module], names: Iterable[str]) -> set[str]:
 def errors_expected(paths: Iterable[Path]) -> set[str]:
     """Return the names, in code and in texts, that a test fails without: those that it compares with.
 
-    These are what `pytest.raises` is given, its `match` too, and what an assert demands: by `isinstance`, by
-    a comparison with the class, with its `__name__` or with text that holds it. What an assert demands not to
-    be there does not count, nor a table, an `except`, a docstring, or a program's source with its imports:
-    none of these fails by itself when an error is not raised any more.
+    These are what `pytest.raises` and `refused` are given, and what an assert demands: by `isinstance`, by a
+    comparison with the class, its `__name__` or text that holds it. Nothing else fails by itself if an error
+    is not raised any more: no table, `except` or docstring, and no program's source with its imports.
     """
     found: set[str] = set()
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text(), str(path))):
             match node:
-                case ast.Call(func=ast.Name(id="raises") | ast.Attribute(attr="raises")):
-                    for given in (*node.args[:1], *(keyword.value for keyword in node.keywords)):
+                case ast.Call(func=ast.Name(id="raises" | "refused") | ast.Attribute(attr="raises")):
+                    texts = (keyword.value for keyword in node.keywords if keyword.arg == "match")
+                    for given in (*node.args[:2], *texts):
                         found.update(_words(given))
                 case ast.Assert(test=test):
                     found.update(_words(test))

@@ -15,8 +15,8 @@ BUDGET_S = 240.0
 """The processor time after which no further test is tried with a mutant."""
 PORTIONS_S = (20.0, 100.0, 500.0)
 """Tests run in portions, as collecting all takes long: those that take 20 s, then more until 100 s, 500 s."""
-SLACK_S = 120.0  # also for what the tests of a file share, such as programs that run for a minute
-"""What a test may take in addition to ten times its usual time before it counts as hanging."""
+SLACK_S = 120.0
+"""What a test, or what its file's tests share, may take beside ten times its usual time before it hangs."""
 
 
 @dataclass(frozen=True)

@@ -208,8 +208,7 @@ def test_refused(tmp_path: Path, module: Line, finder: LearningRateFinder, probl
 )
 def test_wrong_values(options: dict[str, Any]) -> None:
     """Values that cannot work are refused in the constructor."""
-    with pytest.raises(InvalidArgumentError):
-        LearningRateFinder(**options)
+    refused(InvalidArgumentError, None, LearningRateFinder, **options)
 
 
 class Axes:

@@ -67,8 +67,7 @@ def test_no_accumulation(tmp_path: Path) -> None:
 def test_wrong_schedulings(error: type[Exception], schedulings: list[Any]) -> None:
     """What is no dictionary of whole numbers is refused, and so are numbers that are too small."""
     for scheduling in schedulings:
-        with pytest.raises(error):
-            GradientAccumulationScheduler(scheduling)
+        refused(error, None, GradientAccumulationScheduler, scheduling)
 
 
 def test_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,5 +89,4 @@ def test_depth_sharing_and_unknown_shapes() -> None:
     assert "6 parameters (4 trainable, 2 frozen)" in rows[-2]
     assert rows[-1].startswith("? has parameters")
     assert len(summary_of(module, max_depth=0).splitlines()) == 2
-    with pytest.raises(InvalidArgumentError):
-        ModelSummary(-2)
+    refused(InvalidArgumentError, None, ModelSummary, -2)

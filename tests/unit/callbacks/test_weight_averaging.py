@@ -109,8 +109,7 @@ def test_a_failed_validation(tmp_path: Path) -> None:
 
     module = Noted()
     module.validation_step = fail  # type: ignore[method-assign]
-    with pytest.raises(KeyError):
-        trainer(tmp_path, callbacks=WeightAveraging()).fit(module, loader(), loader())
+    refused(KeyError, None, trainer(tmp_path, callbacks=WeightAveraging()).fit, module, loader(), loader())
     torch.testing.assert_close(module.layer.weight.detach(), module.trained[-1])
 
 
@@ -129,8 +128,7 @@ def test_wrong_arguments() -> None:
     """Values that cannot work are refused in the constructor; keywords that would do nothing by name."""
     options = ("update_every_n_steps", "update_starting_at_step", "update_starting_at_epoch")
     for name, value in {"decay": 1.5, **dict.fromkeys(options, -1)}.items():
-        with pytest.raises(InvalidArgumentError):
-            EMAWeightAveraging(**{name: cast(Any, value)})
+        refused(InvalidArgumentError, None, EMAWeightAveraging, **{name: cast(Any, value)})
     refused(UnknownArgumentError, "takes no argument 'use_bufers'", WeightAveraging, use_bufers=False)
     for name in ("avg_fn", "multi_avg_fn"):
         text = f"takes no argument '{name}'.*\n  Fix: WeightAveraging"

@@ -72,4 +72,4 @@ def test_what_is_refused() -> None:
     refused(InvalidTypeError, "one CombinedLoader takes all", CombinedLoader, [A, CombinedLoader(B)])
     with pytest.raises(MissingAttributeError, match=r"no limits\.\n.*limit_train_batches"):
         CombinedLoader([A]).limits = 2
-    refused(MissingAttributeError, "no reset", CombinedLoader([A]).reset)
+    refused(MissingAttributeError, "no reset", getattr, CombinedLoader([A]), "reset")

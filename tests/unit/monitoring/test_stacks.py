@@ -10,11 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from rankwise.failures.exchange import resolve_cause
 from rankwise.monitoring.heartbeat import MonitoredRank
 from rankwise.monitoring.stacks import STACKS_SIGNAL, dump_stacks, stacks_on_signal, write_flight_record
 from rankwise.processes.parent_death import ParentDeathPipe
 from rankwise.processes.started_process import PopenProcess
+from rankwise.ranks import RankInfo
 from tests.helpers.own_process import signal_handled
 
 
@@ -50,7 +53,8 @@ def test_the_flight_record_is_the_users_alone(tmp_path: Path, monkeypatch: pytes
     assert path.stat().st_mode & 0o777 == 0o600
     assert write_flight_record(3) == str(path)  # over the one before
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "record"))
-    assert write_flight_record(1) == str(tmp_path / "record1")
+    _, record = resolve_cause(dist.DistStoreError("wait timeout after 5ms"), RankInfo(1, 1, 0, 2, 2, 1), None)
+    assert record.notes == (f"the flight record of global_rank=1 is {tmp_path / 'record1'}",)
     (tmp_path / "mine").write_text("precious")
     (tmp_path / "record2").symlink_to(tmp_path / "mine")
     assert write_flight_record(2) == ""

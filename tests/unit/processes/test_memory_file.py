@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rankwise.processes.memory_file import Parts, create_memory_file, pack, unpack
+from rankwise.processes.memory_file import Parts, _shared_parts, create_memory_file, pack, unpack
 from tests.helpers.own_process import few_files
 
 
@@ -193,6 +193,11 @@ def test_parts_fail_alone(file: int) -> None:
     assert found["layer"].reason == found["both"].reason == "ImportError: not here"
     assert isinstance(found["other"], torch.nn.Linear)
     assert found["none"] is None
+
+
+def test_plain_values_are_not_shared() -> None:
+    """A number or a text costs no name; it is equal in every part."""
+    assert not [*_shared_parts(3), *_shared_parts("text")]
 
 
 def test_parts_share_modules_and_parameters(file: int) -> None:

@@ -105,8 +105,7 @@ def test_plugins_by_kind(tmp_path: Path) -> None:
 )
 def test_contradictions(tmp_path: Path, options: dict[str, Any]) -> None:
     """Contradicting arguments are refused."""
-    with pytest.raises(ConfigurationError):
-        trainer(tmp_path, **options)
+    refused(ConfigurationError, None, trainer, tmp_path, **options)
 
 
 def strategy_with(**options: Any) -> DDPSpawnStrategy:

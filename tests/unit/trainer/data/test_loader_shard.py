@@ -116,8 +116,7 @@ def test_limit_of_predictions_is_of_the_whole(tmp_path: Path, limit: float) -> N
 
 def test_checked_before_anything_starts(tmp_path: Path) -> None:
     """A loader that cannot be split is refused beforehand."""
-    with pytest.raises(UnshardableLoaderError):
-        check_loaders("fit", "train", [1, 2], trainer(tmp_path).options, 2)
+    refused(UnshardableLoaderError, None, check_loaders, "fit", "train", [1, 2], trainer(tmp_path).options, 2)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
