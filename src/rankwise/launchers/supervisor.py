@@ -263,7 +263,8 @@ class Supervisor:
         self._time_limit.begin()
         for worker in self._workers:
             is_in_job = bool(jobs) and worker.jobs_done < self._job  # others may have done it already
-            if is_in_job and worker.has_ended and not worker.has_failed:
+            was_killed = worker.process is not None and worker.process.was_killed  # for an earlier failure
+            if is_in_job and worker.has_ended and not (worker.has_failed or was_killed):
                 self._on_early_end(worker, "before the next job began")
             elif worker.process is not None and not worker.is_connected:
                 self._on_lost_channel(worker, worker.process)

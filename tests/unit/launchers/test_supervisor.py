@@ -68,6 +68,7 @@ def test_a_rank_that_exits_between_two_jobs_fails_the_next(
     job = supervise().begin(until_exit=False)
     job.send_all(Kind.DONE)
     job[1].exit(exit_code)
+    wait_until(lambda: exit_code == 0 or job[0].process.was_killed)
     assert job.is_over()
     if exit_code == 0:
         job.supervisor.wait_job()
