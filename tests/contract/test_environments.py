@@ -33,7 +33,7 @@ from rankwise.errors import (
 from rankwise.ranks import RankInfo, rank_zero_only
 from rankwise.strategies import DDPStrategy, SingleDeviceStrategy
 from rankwise.testing import check_environment
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.unit.environments.variables import plain, shell_variables
 
 Variables = Mapping[str, str]
@@ -157,7 +157,7 @@ def test_local_ranks() -> None:
 def test_broken_contract(changes: dict[str, Any], problem: str) -> None:
     """A rule that an environment breaks is a line of the error."""
     broken: Any = type("Broken", (OwnEnvironment,), changes)
-    refused(ContractError, re.escape(problem), check_environment, broken, OWN, RankInfo(3, 1, 1, 4, 2, 2))
+    raises(ContractError, re.escape(problem), check_environment, broken, OWN, RankInfo(3, 1, 1, 4, 2, 2))
 
 
 CONTRADICTIONS: dict[type[ClusterEnvironment], tuple[str, ...]] = {

@@ -26,7 +26,7 @@ from rankwise.registry import StrategyRegistry
 from rankwise.strategies import AutoStrategy, DDPStrategy, SingleDeviceStrategy, Strategy
 from rankwise.testing import check_strategy
 from tests.contract.lives import fit_with_two_trainers
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.helpers.scripts import ScriptRunner
 from tests.helpers.shared import SharedValues
 from tests.process.helpers import with_tests
@@ -103,11 +103,11 @@ def test_binding(each: str) -> None:
     strategy = _created(each)
     assert (strategy.is_bound, strategy.results) == (False, {})
     assert _created(each) is not strategy
-    refused(LifecycleError, "configured", strategy.barrier)
+    raises(LifecycleError, "configured", strategy.barrier)
     assert strategy.bind() == strategy.ranks == strategy.placement.ranks
     assert strategy.world_size == _size(each)
     assert strategy.root_device == torch.device("cpu")
-    refused(LifecycleError, r"bind\(\) was called in state 'bound'", strategy.bind)
+    raises(LifecycleError, r"bind\(\) was called in state 'bound'", strategy.bind)
     with pytest.raises(LifecycleError, match="in a job"):
         strategy.job  # noqa: B018 -- the property raises
 
@@ -124,8 +124,8 @@ def test_deriving(each: str) -> None:
     assert (derived.is_bound, derived.precision, derived.timeout) == (False, precision, timedelta(seconds=7))
     assert derived.bind().world_size == 1
     assert vars(strategy) == before
-    refused(UnknownArgumentError, "Did you mean 'timeout'", strategy.with_, timeut=7)
-    refused(InvalidTypeError, "precision", strategy.with_, precision=MixedPrecision)
+    raises(UnknownArgumentError, "Did you mean 'timeout'", strategy.with_, timeut=7)
+    raises(InvalidTypeError, "precision", strategy.with_, precision=MixedPrecision)
 
 
 @every_name
@@ -256,7 +256,7 @@ def test_unused_parameters_are_an_error_otherwise(name: str) -> None:
     if name.endswith("_true"):
         assert strategy.launch(train_half) is True
     else:
-        refused(WorkerRaisedError, "find_unused_parameters", strategy.launch, train_half)
+        raises(WorkerRaisedError, "find_unused_parameters", strategy.launch, train_half)
 
 
 @pytest.mark.distributed

@@ -383,7 +383,7 @@ def raised_errors(modules: Iterable[Module], names: Iterable[str]) -> set[str]:
 def errors_expected(paths: Iterable[Path]) -> set[str]:
     """Return the names, in code and in texts, that a test fails without: those that it compares with.
 
-    These are what `pytest.raises` and `refused` are given, and what an assert demands: by `isinstance`, by a
+    These are what `pytest.raises` and `raises` are given, and what an assert demands: by `isinstance`, by a
     comparison with the class, its `__name__` or text that holds it. Nothing else fails by itself if an error
     is not raised any more: no table, `except` or docstring, and no program's source with its imports.
     """
@@ -391,7 +391,7 @@ def errors_expected(paths: Iterable[Path]) -> set[str]:
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text(), str(path))):
             match node:
-                case ast.Call(func=ast.Name(id="raises" | "refused") | ast.Attribute(attr="raises")):
+                case ast.Call(func=ast.Name(id="raises") | ast.Attribute(attr="raises")):
                     texts = (keyword.value for keyword in node.keywords if keyword.arg == "match")
                     for given in (*node.args[:2], *texts):
                         found.update(_words(given))

@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers import processes
 from tests.helpers.leak_checks import SET_BY_IMPORTS
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.helpers.scripts import ScriptRunner
 from tests.process.helpers import with_tests
 
@@ -192,7 +192,7 @@ def test_a_program_that_hangs_fails_the_test(run_script: ScriptRunner) -> None:
     running = run_script.start("import time; print('I sleep', flush=True); time.sleep(60)")
     running.wait_for("I sleep")
     start = time.monotonic()
-    refused(AssertionError, r"(?s)ran longer than 0\.5 s.*I sleep", running.finish, timeout=0.5)
+    raises(AssertionError, r"(?s)ran longer than 0\.5 s.*I sleep", running.finish, timeout=0.5)
     assert time.monotonic() - start < 30
 
 
@@ -211,4 +211,4 @@ def test_two_programs_of_one_test_are_told_apart(run_script: ScriptRunner) -> No
 def test_waiting_for_what_never_comes_fails(run_script: ScriptRunner) -> None:
     """A program that ends without printing the text is no reason to wait on."""
     running = run_script.start("print('one')")
-    refused(AssertionError, "ended without printing 'two'", running.wait_for, "two")
+    raises(AssertionError, "ended without printing 'two'", running.wait_for, "two")

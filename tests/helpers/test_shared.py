@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.helpers.shared import MOST_FAILURES, computed_once
 
 _calls: list[str] = []
@@ -33,7 +33,7 @@ def test_a_failure_is_not_kept() -> None:
             raise error
         return "value"
 
-    refused(ValueError, "broken", flaky)
+    raises(ValueError, "broken", flaky)
     assert [flaky(), flaky()] == ["value", "value"]
 
 
@@ -47,5 +47,5 @@ def test_a_function_that_always_fails_is_given_up() -> None:
         raise ValueError(f"call {len(calls)}")
 
     for _ in range(MOST_FAILURES + 2):
-        refused(ValueError, "call", broken)
+        raises(ValueError, "call", broken)
     assert len(calls) == MOST_FAILURES

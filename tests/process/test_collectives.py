@@ -43,7 +43,7 @@ from rankwise.process_group.group import destroy_groups
 from rankwise.process_group.interception import Call, intercepted
 from rankwise.ranks import RankInfo
 from rankwise.strategies import DDPStrategy
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.process.helpers import ddp
 from tests.process.training_tasks import quiet_trainer
 
@@ -71,7 +71,7 @@ def test_all_reduce(rank_strategy: DDPStrategy) -> None:
     operations = (None, "mean", dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp(dist.ReduceOp.PRODUCT))
     found = [rank_strategy.all_reduce(value[0], reduce_op=operation).item() for operation in operations]
     assert found == [6.0, 2.0, 2.0, 3.0, 6.0]
-    refused(ValueError, r"Unknown reduce_op.*BAND", rank_strategy.all_reduce, 1, reduce_op=dist.ReduceOp.BAND)
+    raises(ValueError, r"Unknown reduce_op.*BAND", rank_strategy.all_reduce, 1, reduce_op=dist.ReduceOp.BAND)
 
 
 @on_three
@@ -391,7 +391,7 @@ def test_rank_zero_first_tells_failures(rank_strategy: DDPStrategy) -> None:
 
 def test_rank_zero_first_names_the_culprit() -> None:
     """The job's error is rank zero's exception; the other ranks' are consequences."""
-    refused(WorkerRaisedError, r"global_rank=0 .* raised OSError: disk full", ddp("fork").launch, fail_first)
+    raises(WorkerRaisedError, r"global_rank=0 .* raised OSError: disk full", ddp("fork").launch, fail_first)
 
 
 # ------------------------------------------------------------------------------------- a subgroup's data

@@ -23,7 +23,7 @@ from rankwise.process_group.collectives import broadcast_bytes
 from rankwise.stores.sealed import CODE_BYTES
 from rankwise.strategies import DDPStrategy, Strategy
 from tests.helpers.ports import free_port
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.helpers.scripts import ScriptResult, ScriptRunner
 from tests.process.helpers import METHODS, ddp, with_tests
 from tests.process.impostor import MakesFile
@@ -178,7 +178,7 @@ def test_nodes_with_different_keys(run_script: ScriptRunner, tmp_path: Path) -> 
 def test_a_key_that_can_be_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused before anything starts."""
     monkeypatch.setenv("RANKWISE_JOB_KEY", "secret")
-    refused(ConfigurationError, "RANKWISE_JOB_KEY has 6 characters, which can be guessed", ddp("fork").bind)
+    raises(ConfigurationError, "RANKWISE_JOB_KEY has 6 characters, which can be guessed", ddp("fork").bind)
 
 
 class OtherTorch(DDPStrategy):
@@ -219,7 +219,7 @@ def test_an_object_that_no_rank_has_sent(size: int, tmp_path: Path) -> None:
     """What comes without the sender's code is not unpickled, be it short or long."""
     path = tmp_path / "code_was_run"
     problem = "PeerAuthenticationError: An object that came as rank 1's was sent by another"
-    refused(WorkerRaisedError, problem, ddp("fork").launch, receive_forged, str(path), "x" * size)
+    raises(WorkerRaisedError, problem, ddp("fork").launch, receive_forged, str(path), "x" * size)
     assert not path.exists()
 
 

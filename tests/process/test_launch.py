@@ -24,7 +24,7 @@ from rankwise.process_group import init_process_group
 from rankwise.ranks import rank_zero_only
 from rankwise.strategies import DDPForkStrategy, DDPSpawnStrategy, DDPStrategy, Strategy
 from tests.helpers.parameters import first
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.process.helpers import RENDEZVOUS, WORLD, ddp
 
 MEGABYTE = 1 << 20
@@ -161,7 +161,7 @@ def return_unpicklable(strategy: Strategy) -> Any:
 
 def test_a_value_that_cannot_travel_is_an_error(start_method: str) -> None:
     """A value that cannot be pickled ends the job with one exception with that reason."""
-    refused(RuntimeError, "pickle", ddp(start_method).launch, return_unpicklable)
+    raises(RuntimeError, "pickle", ddp(start_method).launch, return_unpicklable)
 
 
 # ---------------------------------------------------------------------- arguments
@@ -262,7 +262,7 @@ def test_the_main_process_joins_and_gets_torchs_functions_back() -> None:
 
     assert strategy.launch(run) is False
     assert not dist.is_initialized()
-    refused(ValueError, "environment variable RANK expected", early_init, "gloo")
+    raises(ValueError, "environment variable RANK expected", early_init, "gloo")
 
 
 @pytest.mark.parametrize(

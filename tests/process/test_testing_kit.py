@@ -37,7 +37,7 @@ from rankwise.testing import (
 from rankwise.testing.jobs import _fail_on, run_on
 from tests.helpers.bucket import Bucket
 from tests.helpers.parameters import first
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.process.helpers import ddp
 from tests.process.resume_tasks import ThroughTorch
 from tests.process.training_tasks import Regression, loader, quiet_trainer
@@ -141,7 +141,7 @@ def test_launchers(start_method: str) -> None:
 
 def test_one_rank_fails() -> None:
     """The rank that is to fail does; if it did not, the others would report that."""
-    refused(AssertionError, "returned without a rank", run_on, SingleDeviceStrategy(), _fail_on, 1)
+    raises(AssertionError, "returned without a rank", run_on, SingleDeviceStrategy(), _fail_on, 1)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from rankwise.hyperparameters import (
     checkpointed_parts,
     left_out_of_checkpoints,
 )
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 
 
 class Base(HyperparametersMixin):
@@ -68,10 +68,10 @@ def test_both_classes_save() -> None:
 def test_names() -> None:
     """Only the named arguments are saved; what the constructor does not have, or is no name, is refused."""
     assert Saves(0.1, 2, ("width",)).hparams == {"width": 2}
-    refused(UnknownNameError, "widht", Saves, 0.1, 2, ("widht",))
+    raises(UnknownNameError, "widht", Saves, 0.1, 2, ("widht",))
     wrong: list[tuple[Any, ...]] = [(5,), ({"a": 1}, "width"), ({"a": 1}, {"b": 2})]
     for call in wrong:
-        refused(InvalidTypeError, "save_hyperparameters", Saves, 0.1, 2, call)
+        raises(InvalidTypeError, "save_hyperparameters", Saves, 0.1, 2, call)
 
 
 @pytest.mark.parametrize("ignore", ["width", ["width"], ("width",), {"width"}])
@@ -133,7 +133,7 @@ def test_where_it_is_called() -> None:
     assert Helped(0.1, True).hparams == Helped(0.1, False).hparams == {"lr": 0.1}
 
     saved = Base(0.1)
-    refused(ConfigurationError, "no constructor of Base is running", saved.save_hyperparameters)
+    raises(ConfigurationError, "no constructor of Base is running", saved.save_hyperparameters)
     saved.save_hyperparameters({"lr": 3})
     assert saved.hparams.lr == 3
 

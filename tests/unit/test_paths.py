@@ -13,15 +13,15 @@ from rankwise.failures.record import FailureRecord
 from rankwise.paths import absolute_path, checkpoint_path, is_path_below, join_path, path_in_package
 from rankwise.process_group.interception import call_from_here
 from rankwise.ranks import RankInfo
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 
 
 @pytest.mark.usefixtures("removed_directory")
 def test_a_relative_path_without_a_working_directory(tmp_path: Path) -> None:
     """It is an error that says so; an absolute path needs none."""
     assert absolute_path(tmp_path) == str(tmp_path)
-    refused(ConfigurationError, "'logs' is relative, but the working directory has", absolute_path, "logs")
-    refused(ConfigurationError, "the working directory has been removed", Trainer, strategy="single_device")
+    raises(ConfigurationError, "'logs' is relative, but the working directory has", absolute_path, "logs")
+    raises(ConfigurationError, "the working directory has been removed", Trainer, strategy="single_device")
 
 
 @pytest.mark.parametrize(

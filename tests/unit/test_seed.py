@@ -17,7 +17,7 @@ import rankwise
 from rankwise import seed_everything
 from rankwise.errors import InvalidArgumentError, InvalidTypeError
 from rankwise.seed import RandomStreams, get_random_state, isolated_random_state
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 
 
 def draws() -> tuple[float, float, float]:
@@ -59,7 +59,7 @@ def test_without_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rankwise.seed, "_given", None)
     for text in ("one", "-1", str(2**32), "1.5"):
         monkeypatch.setenv("PL_GLOBAL_SEED", text)
-        refused(InvalidArgumentError, f"PL_GLOBAL_SEED='{text}'", seed_everything)
+        raises(InvalidArgumentError, f"PL_GLOBAL_SEED='{text}'", seed_everything)
 
 
 @pytest.mark.usefixtures("unseeded")
@@ -91,12 +91,12 @@ def test_verbose(caplog: pytest.LogCaptureFixture) -> None:
     seed_everything(6, verbose=False)
     assert caplog.messages == ["The seed is 5."]
     for flag in ("workers", "verbose"):
-        refused(InvalidTypeError, f"{flag}=None", seed_everything, 5, **{flag: None})
+        raises(InvalidTypeError, f"{flag}=None", seed_everything, 5, **{flag: None})
     for seed in (-1, 2**32):
-        refused(InvalidArgumentError, "seed=", seed_everything, seed)
+        raises(InvalidArgumentError, "seed=", seed_everything, seed)
     wrong: list[Any] = ["3", 1.5, True]
     for seed in wrong:
-        refused(InvalidTypeError, "a whole number", seed_everything, seed)
+        raises(InvalidTypeError, "a whole number", seed_everything, seed)
 
 
 class Watched(torch.Generator):

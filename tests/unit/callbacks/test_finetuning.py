@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rankwise.callbacks import BackboneFinetuning, BaseFinetuning
 from rankwise.errors import ConfigurationError, InvalidArgumentError
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.unit.trainer.helpers import Line, fitted, whole_and_continued
 
 
@@ -49,8 +49,8 @@ def test_the_backbone_is_trained_later(tmp_path: Path) -> None:
 
 def test_no_backbone(tmp_path: Path) -> None:
     """A module without one is refused; so is the divisor, unless a subclass (here a dataclass) uses it."""
-    refused(ConfigurationError, "finds no backbone", fitted, tmp_path, callbacks=BackboneFinetuning())
-    refused(InvalidArgumentError, "unfreeze_backbone_at_epoch", BackboneFinetuning, -1)
+    raises(ConfigurationError, "finds no backbone", fitted, tmp_path, callbacks=BackboneFinetuning())
+    raises(InvalidArgumentError, "unfreeze_backbone_at_epoch", BackboneFinetuning, -1)
 
     @dataclass
     class Own(BackboneFinetuning):
@@ -62,7 +62,7 @@ def test_no_backbone(tmp_path: Path) -> None:
         def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
             self.unfreeze_and_add_param_group(module, optimizer, initial_denom_lr=self.initial_denom_lr)
 
-    refused(ConfigurationError, r"lr=5\.0\) has no effect", BackboneFinetuning, initial_denom_lr=5.0)
+    raises(ConfigurationError, r"lr=5\.0\) has no effect", BackboneFinetuning, initial_denom_lr=5.0)
     assert Own().initial_denom_lr == 5.0
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from rankwise import DataModule
 from rankwise.callbacks import LambdaCallback, LearningRateCurve, LearningRateFinder, ModelCheckpoint
 from rankwise.errors import ConfigurationError, InvalidArgumentError, MissingExtraError
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.unit.trainer.helpers import (
     Line,
     Recording,
@@ -196,7 +196,7 @@ class WithLock(Line):
 )
 def test_refused(tmp_path: Path, module: Line, finder: LearningRateFinder, problem: str) -> None:
     """What cannot be searched is an error before anything is trained; a hook cannot search."""
-    refused(ConfigurationError, problem, trainer(tmp_path, callbacks=finder).fit, module, loader())
+    raises(ConfigurationError, problem, trainer(tmp_path, callbacks=finder).fit, module, loader())
     assert module.seen == []
     searching = LambdaCallback(on_train_epoch_start=LearningRateFinder().lr_find)
     with pytest.raises(ConfigurationError, match="called within a fit"):
@@ -208,7 +208,7 @@ def test_refused(tmp_path: Path, module: Line, finder: LearningRateFinder, probl
 )
 def test_wrong_values(options: dict[str, Any]) -> None:
     """Values that cannot work are refused in the constructor."""
-    refused(InvalidArgumentError, None, LearningRateFinder, **options)
+    raises(InvalidArgumentError, None, LearningRateFinder, **options)
 
 
 class Axes:
@@ -235,4 +235,4 @@ def test_plot(monkeypatch: pytest.MonkeyPatch) -> None:
     assert axes.drawn[1] == ("set_xscale", "log")
     assert axes.drawn[-1] == ("plot", curve.suggestion(), curve.results["loss"][18])
     without_package(monkeypatch, "matplotlib")
-    refused(MissingExtraError, r"rankwise\[plot\]", curve.plot)
+    raises(MissingExtraError, r"rankwise\[plot\]", curve.plot)

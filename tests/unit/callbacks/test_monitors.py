@@ -7,7 +7,7 @@ import pytest
 
 from rankwise.callbacks import Callback, DeviceStatsMonitor, ThroughputMonitor
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, MissingExtraError
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.unit.trainer.helpers import Line, Recording, fitted, loader, without_package
 
 
@@ -34,7 +34,7 @@ def test_device_stats(tmp_path: Path) -> None:
 def test_device_stats_need_psutil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it they are refused before training, and the error names the extra."""
     without_package(monkeypatch, "psutil")
-    refused(MissingExtraError, r"rankwise\[stats\]", logged, tmp_path, DeviceStatsMonitor(), Line())
+    raises(MissingExtraError, r"rankwise\[stats\]", logged, tmp_path, DeviceStatsMonitor(), Line())
 
 
 class WithFlops(Line):
@@ -59,11 +59,11 @@ def test_throughput(tmp_path: Path) -> None:
 @pytest.mark.parametrize("callback", [DeviceStatsMonitor(), ThroughputMonitor(len)])
 def test_no_logger(tmp_path: Path, callback: Callback) -> None:
     """Without a logger they are refused before training."""
-    refused(ConfigurationError, "has no logger", fitted, tmp_path, callbacks=callback)
+    raises(ConfigurationError, "has no logger", fitted, tmp_path, callbacks=callback)
 
 
 def test_wrong_values() -> None:
     """What cannot be called, and a window without two times, are refused."""
-    refused(InvalidTypeError, "batch_size_fn", ThroughputMonitor, 8)
-    refused(InvalidTypeError, "length_fn", ThroughputMonitor, len, 8)
-    refused(InvalidArgumentError, "window_size", ThroughputMonitor, len, window_size=1)
+    raises(InvalidTypeError, "batch_size_fn", ThroughputMonitor, 8)
+    raises(InvalidTypeError, "length_fn", ThroughputMonitor, len, 8)
+    raises(InvalidArgumentError, "window_size", ThroughputMonitor, len, window_size=1)

@@ -17,7 +17,7 @@ from rankwise.callbacks import LambdaCallback, TQDMProgressBar, progress_bar
 from rankwise.callbacks.progress_bar import clock
 from rankwise.errors import InvalidArgumentError, MissingExtraError
 from rankwise.trainer import Trainer
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.unit.trainer.helpers import Line, loader, trainer
 
 
@@ -63,8 +63,8 @@ def test_bars_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     drawn = terminal.getvalue()
     assert "\n\n" in drawn  # two lines down
     assert "Epoch 0: 100%" in drawn
-    refused(InvalidArgumentError, "process_position", TQDMProgressBar, process_position=-1)
-    refused(InvalidArgumentError, "refresh_rate=0", TQDMProgressBar, refresh_rate=0)
+    raises(InvalidArgumentError, "process_position", TQDMProgressBar, process_position=-1)
+    raises(InvalidArgumentError, "refresh_rate=0", TQDMProgressBar, refresh_rate=0)
 
 
 def test_a_terminal_that_is_resized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_it_stays_after_an_exception(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """It shows how far training came."""
     terminal = terminal_for(monkeypatch)
     train = with_bar(tmp_path, 2)
-    refused(ValueError, "broken", train.fit, Breaks(), loader())
+    raises(ValueError, "broken", train.fit, Breaks(), loader())
     assert "Epoch 1:  25%" in terminal.shown
 
 
@@ -134,7 +134,7 @@ def test_a_stream_that_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, i
 
     monkeypatch.setattr(sys, "stderr", Raises())
     train = with_bar(tmp_path, 2)
-    refused(ValueError, "broken", train.fit, Breaks(), loader())
+    raises(ValueError, "broken", train.fit, Breaks(), loader())
     train.fit(Line(), loader())
 
 
@@ -154,7 +154,7 @@ def test_a_file_gets_lines_in_between(
     """A line shows the batches, the times and the metrics; only one that is due is written."""
     monkeypatch.setattr(progress_bar, "LINE_INTERVAL_S", 0.0)
     train = with_bar(tmp_path, 2, refresh_rate=3)
-    refused(ValueError, "broken", train.fit, Breaks(), loader())
+    raises(ValueError, "broken", train.fit, Breaks(), loader())
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(" [")[0] for line in lines] == ["Epoch 0: 3/4", "Epoch 0: 4/4", "Epoch 1: 1/4"]
     assert "it/s, shown=0.5]" in lines[0]

@@ -10,7 +10,7 @@ from torch import nn
 from rankwise.callbacks import GradientAccumulationScheduler, LambdaCallback, ModelSummary
 from rankwise.callbacks.model_summary import summary_of
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, UnknownArgumentError
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.unit.trainer.helpers import Line, fitted, loader, trainer
 
 
@@ -24,7 +24,7 @@ def test_functions_as_hooks(tmp_path: Path) -> None:
     )
     trainer(tmp_path, callbacks=callback).fit(Line(), loader())
     assert seen == [Line, 0, 1, 2, 3]
-    refused(UnknownArgumentError, "on_train_begin", LambdaCallback, on_train_begin=print)
+    raises(UnknownArgumentError, "on_train_begin", LambdaCallback, on_train_begin=print)
     with pytest.raises(InvalidTypeError, match="on_train_start"):
         LambdaCallback(on_train_start=1)  # type: ignore[arg-type]  # the mistake
 
@@ -56,7 +56,7 @@ def test_no_accumulation(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="contradict each other"):
         trainer(tmp_path, callbacks=scheduling, accumulate_grad_batches=2).fit(Line(), loader())
     train = trainer(tmp_path, callbacks=scheduling)
-    refused(ConfigurationError, "accumulate_grad_batches", train.fit, WithClosure(), loader())
+    raises(ConfigurationError, "accumulate_grad_batches", train.fit, WithClosure(), loader())
     assert train.accumulate_grad_batches == 1
 
 
@@ -67,7 +67,7 @@ def test_no_accumulation(tmp_path: Path) -> None:
 def test_wrong_schedulings(error: type[Exception], schedulings: list[Any]) -> None:
     """What is no dictionary of whole numbers is refused, and so are numbers that are too small."""
     for scheduling in schedulings:
-        refused(error, None, GradientAccumulationScheduler, scheduling)
+        raises(error, None, GradientAccumulationScheduler, scheduling)
 
 
 def test_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,4 +89,4 @@ def test_depth_sharing_and_unknown_shapes() -> None:
     assert "6 parameters (4 trainable, 2 frozen)" in rows[-2]
     assert rows[-1].startswith("? has parameters")
     assert len(summary_of(module, max_depth=0).splitlines()) == 2
-    refused(InvalidArgumentError, None, ModelSummary, -2)
+    raises(InvalidArgumentError, None, ModelSummary, -2)

@@ -44,13 +44,9 @@ def test_fraction() -> None:
     assert StochasticWeightAveraging(0.1).swa_start(10) == 7
     assert StochasticWeightAveraging(0.1, 0.0).swa_start(10) == 0
     assert StochasticWeightAveraging(0.1, 3).swa_start(10) == 2
-    wrong: list[Any] = [
-        {"swa_lrs": 0},
-        {"swa_lrs": []},
-        {"swa_lrs": [0.1, 0]},
-        {"swa_epoch_start": 0},
-    ]
-    wrong += [{"swa_epoch_start": 1.5}, {"annealing_epochs": -1}, {"annealing_strategy": "steps"}]
+    wrong: list[dict[str, Any]] = [{"swa_lrs": rates} for rates in (0, [], [0.1, 0])]
+    wrong += [{"swa_epoch_start": start} for start in (0, 1.5)]
+    wrong += [{"annealing_epochs": -1}, {"annealing_strategy": "steps"}]
     for options in wrong:
         with pytest.raises(InvalidArgumentError):
             StochasticWeightAveraging(**{"swa_lrs": 0.1, **options})

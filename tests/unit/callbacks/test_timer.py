@@ -8,7 +8,7 @@ import pytest
 
 from rankwise.callbacks import Timer
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.unit.trainer.helpers import Line, fitted, loader, trainer
 
 
@@ -25,9 +25,9 @@ def test_what_cannot_be(tmp_path: Path) -> None:
     """A Trainer refuses other durations before anything starts; steps and epochs are all intervals."""
     wrong: list[Any] = ["5 minutes", "00:05:00", {"hour": 1}, timedelta(seconds=-1)]
     for given in wrong:
-        refused(InvalidArgumentError, "max_time", trainer, tmp_path, max_time=given)
-    refused(InvalidTypeError, "max_time", trainer, tmp_path, max_time=60)
-    refused(InvalidArgumentError, "'step' or 'epoch'", Timer, interval="batch")
+        raises(InvalidArgumentError, "max_time", trainer, tmp_path, max_time=given)
+    raises(InvalidTypeError, "max_time", trainer, tmp_path, max_time=60)
+    raises(InvalidArgumentError, "'step' or 'epoch'", Timer, interval="batch")
 
 
 @pytest.mark.parametrize(("interval", "steps"), [("step", 2), ("epoch", 4)])

@@ -12,7 +12,7 @@ from rankwise.callbacks.weight_averaging import broadcast_buffers
 from rankwise.checkpoint import TorchCheckpointIO
 from rankwise.errors import CheckpointError, ConfigurationError, InvalidArgumentError, UnknownArgumentError
 from rankwise.strategies import DDPStrategy
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.unit.trainer.helpers import Line, fitted, loader, trainer
 
 
@@ -109,7 +109,7 @@ def test_a_failed_validation(tmp_path: Path) -> None:
 
     module = Noted()
     module.validation_step = fail  # type: ignore[method-assign]
-    refused(KeyError, None, trainer(tmp_path, callbacks=WeightAveraging()).fit, module, loader(), loader())
+    raises(KeyError, None, trainer(tmp_path, callbacks=WeightAveraging()).fit, module, loader(), loader())
     torch.testing.assert_close(module.layer.weight.detach(), module.trained[-1])
 
 
@@ -128,12 +128,12 @@ def test_wrong_arguments() -> None:
     """Values that cannot work are refused in the constructor; keywords that would do nothing by name."""
     options = ("update_every_n_steps", "update_starting_at_step", "update_starting_at_epoch")
     for name, value in {"decay": 1.5, **dict.fromkeys(options, -1)}.items():
-        refused(InvalidArgumentError, None, EMAWeightAveraging, **{name: cast(Any, value)})
-    refused(UnknownArgumentError, "takes no argument 'use_bufers'", WeightAveraging, use_bufers=False)
+        raises(InvalidArgumentError, None, EMAWeightAveraging, **{name: cast(Any, value)})
+    raises(UnknownArgumentError, "takes no argument 'use_bufers'", WeightAveraging, use_bufers=False)
     for name in ("avg_fn", "multi_avg_fn"):
         text = f"takes no argument '{name}'.*\n  Fix: WeightAveraging"
-        refused(UnknownArgumentError, text, EMAWeightAveraging, **{name: cast(Any, torch.add)})
-    refused(UnknownArgumentError, "'decay'", EMAWeightAveraging, decays=0.5)
+        raises(UnknownArgumentError, text, EMAWeightAveraging, **{name: cast(Any, torch.add)})
+    raises(UnknownArgumentError, "'decay'", EMAWeightAveraging, decays=0.5)
 
 
 class Counting(Noted):

@@ -13,7 +13,7 @@ from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
 from rankwise.errors import CheckpointError, InvalidArgumentError, InvalidTypeError
 from rankwise.strategies import SingleDeviceStrategy, Strategy
 from tests.helpers.own_process import wait_until
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 
 
 class Held(TorchCheckpointIO):  # type: ignore[misc]  # one that differs from the real one in this alone
@@ -111,7 +111,7 @@ def test_a_failed_save_removes_nothing(tmp_path: Path) -> None:
     held.may_go.release()
     wait_for(io)
     io.remove_checkpoint("older")  # nobody has been told of the failure yet
-    refused(CheckpointError, None, io.teardown)
+    raises(CheckpointError, None, io.teardown)
     io.remove_checkpoint("oldest")
     io.teardown()
     assert held.done == [f"save {tmp_path / 'file' / 'below.ckpt'}", "remove oldest"]
@@ -128,7 +128,7 @@ def test_a_raised_failure_removes_nothing(tmp_path: Path) -> None:
     io.remove_checkpoint("old")
     held.may_go.release()
     wait_until(lambda: held.begun == 2)  # so the first one has failed
-    refused(CheckpointError, None, io.save_checkpoint, {"step": 3}, paths[2])
+    raises(CheckpointError, None, io.save_checkpoint, {"step": 3}, paths[2])
     held.may_go.release(2)
     io.teardown()
     assert held.done == [f"save {path}" for path in paths]
@@ -146,7 +146,7 @@ def test_error_is_raised_by_the_next_call(call: str, tmp_path: Path) -> None:
         "load": lambda: io.load_checkpoint(tmp_path / "x.ckpt"),
         "teardown": io.teardown,
     }
-    refused(CheckpointError, r"below\.ckpt.*could not be written", calls[call])
+    raises(CheckpointError, r"below\.ckpt.*could not be written", calls[call])
     assert call != "save" or io.load_checkpoint(tmp_path / "x.ckpt") == {"step": 1}
     io.save_checkpoint({"step": 2}, tmp_path / "x.ckpt")
     assert io.load_checkpoint(tmp_path / "x.ckpt") == {"step": 2}
@@ -167,14 +167,14 @@ def test_job_ends_when_all_is_written(tmp_path: Path) -> None:
         strategy.launch(save_and, tmp_path / "y.ckpt", ValueError("after saving"))
     for name in ("x.ckpt", "y.ckpt"):
         assert TorchCheckpointIO().load_checkpoint(tmp_path / name) == {"step": 3}
-    refused(CheckpointError, "could not be written", strategy.launch, save_and, tmp_path / "x.ckpt" / "below")
+    raises(CheckpointError, "could not be written", strategy.launch, save_and, tmp_path / "x.ckpt" / "below")
 
 
 def test_arguments(tmp_path: Path) -> None:
     """Invalid ones are errors; it is pickled without its thread."""
     with pytest.raises(InvalidTypeError, match="wrapped"):
         AsyncCheckpointIO(TorchCheckpointIO)  # type: ignore[arg-type]  # a class
-    refused(InvalidArgumentError, "max_pending", AsyncCheckpointIO, max_pending=0)
+    raises(InvalidArgumentError, "max_pending", AsyncCheckpointIO, max_pending=0)
     copied = pickle.loads(pickle.dumps(AsyncCheckpointIO(max_pending=3)))
     copied.save_checkpoint({"step": 1}, tmp_path / "x.ckpt")
     assert (copied.max_pending, copied.load_checkpoint(tmp_path / "x.ckpt")) == (3, {"step": 1})

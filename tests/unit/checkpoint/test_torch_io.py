@@ -24,7 +24,7 @@ from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
 from rankwise.errors import CheckpointError
 from rankwise.processes.signals import JobStopped
 from tests.helpers.own_process import signal_handled
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 
 
 class Own(torch.Tensor):
@@ -78,7 +78,7 @@ def test_failure_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "fsync", interrupted)
-    refused(KeyboardInterrupt, None, save, {"epoch": 4}, path)
+    raises(KeyboardInterrupt, None, save, {"epoch": 4}, path)
     assert_untouched(path)
 
 
@@ -89,12 +89,12 @@ def test_reasons(path: Path, tmp_path: Path) -> None:
             raise ValueError("the loss is infinite")
         except ValueError:
             save({}, path / "below.ckpt")
-    refused(CheckpointError, r"no\.ckpt.*does not exist", load, tmp_path / "no.ckpt")
-    refused(CheckpointError, "is a folder", load, tmp_path)
+    raises(CheckpointError, r"no\.ckpt.*does not exist", load, tmp_path / "no.ckpt")
+    raises(CheckpointError, "is a folder", load, tmp_path)
     torch.save([1, 2], path)
-    refused(CheckpointError, "holds a list", load, path)
+    raises(CheckpointError, "holds a list", load, path)
     torch.save({"weights": Hostile()}, path)
-    refused(CheckpointError, r"holds posix\.system, which weights_only=True does not load", load, path)
+    raises(CheckpointError, r"holds posix\.system, which weights_only=True does not load", load, path)
 
 
 class Colour(enum.Enum):
@@ -255,7 +255,7 @@ def test_a_pipe(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe.ckpt"
     os.mkfifo(pipe)
     for use in (partial(save, {}), load):
-        refused(CheckpointError, "is a device, pipe or socket, not a file", use, pipe)
+        raises(CheckpointError, "is a device, pipe or socket, not a file", use, pipe)
     assert pipe.is_fifo()
     path = tmp_path / ("n" * 250 + ".ckpt")
     for epoch in range(2):
@@ -281,7 +281,7 @@ def test_foreign_files(path: Path) -> None:
     """Files that torch.save did not write are errors before unpickling."""
     for contents in (b"", b"hello, this is text", pickle.dumps({"epoch": 3}), pickle.dumps(Hostile())):
         path.write_bytes(contents)
-        refused(CheckpointError, "is not a file of torch.save" if contents else "is empty", load, path)
+        raises(CheckpointError, "is not a file of torch.save" if contents else "is empty", load, path)
 
 
 def test_damaged_files(path: Path) -> None:
@@ -289,10 +289,10 @@ def test_damaged_files(path: Path) -> None:
     whole = bytearray(path.read_bytes())
     for kept in (0.01, 0.5, 0.99):
         path.write_bytes(whole[: int(len(whole) * kept)])
-        refused(CheckpointError, "is cut off", load, path)
+        raises(CheckpointError, "is cut off", load, path)
     whole[len(whole) // 2] ^= 0xFF
     path.write_bytes(whole)
-    refused(CheckpointError, "is damaged: the checksum of its record 'archive/data/0'", load, path)
+    raises(CheckpointError, "is damaged: the checksum of its record 'archive/data/0'", load, path)
 
 
 class Acts:
@@ -327,11 +327,11 @@ def test_small_files_stay_small(path: Path) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in records.items():
             archive.writestr(name, content)
-    refused(CheckpointError, "its records are larger than the file", load, path)
+    raises(CheckpointError, "its records are larger than the file", load, path)
     torch.save({"mask": torch.ones(1).expand(1000)}, path)
     assert load(path)["mask"].shape == (1000,)
     torch.save({"state": [torch.zeros(1).expand(1 << 40)]}, path)
-    refused(CheckpointError, "repeat their data to 4398046511100 bytes more than it has", load, path)
+    raises(CheckpointError, "repeat their data to 4398046511100 bytes more than it has", load, path)
 
 
 def doubled(depth: int, kind: Callable[[Any], Any] = list) -> Any:
@@ -356,8 +356,8 @@ def test_containers_at_many_places(path: Path, kind: str) -> None:
     value = doubled(60, KINDS[kind])
     torch.save({"own": value}, path)
     start = time.process_time()
-    refused(CheckpointError, r"holds values at \d{19} places", load, path)
-    refused(CheckpointError, "cannot be written", save, {"own": value}, path.with_name("new"))
+    raises(CheckpointError, r"holds values at \d{19} places", load, path)
+    raises(CheckpointError, "cannot be written", save, {"own": value}, path.with_name("new"))
     assert time.process_time() - start < 1
     value = doubled(12)
     save({"own": value}, path)

@@ -14,7 +14,7 @@ from torch import nn
 from rankwise.errors import ConfigurationError, InvalidTypeError, MissingAttributeError
 from rankwise.trainer import DataModule, TrainingModule
 from tests.helpers.needs import need_installed
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.unit.trainer.helpers import loader, trainer
 
 need_installed("lightning")
@@ -158,7 +158,7 @@ def test_hooks_that_would_never_be_called(tmp_path: Path, make: Callable[..., An
     methods = {name: lambda self, outputs=None: None}
     module = make(**methods, prepare_data=lambda self: pytest.fail("it has started"))
     kind = type(module)
-    refused(ConfigurationError, rf"{name}\(\) would never be called", fit, tmp_path, module)
+    raises(ConfigurationError, rf"{name}\(\) would never be called", fit, tmp_path, module)
     assert type(module) is kind
 
     def refuse(cls: Any, **options: Any) -> None:
@@ -174,7 +174,7 @@ def test_missing_attributes(tmp_path: Path, make: Callable[..., Any]) -> None:
     for name, write in instead.items():
         module = make(on_train_end=lambda self, name=name: getattr(self.trainer, name))
         text = rf"(?s)Trainer has no {name}\..*Fix: .*trainer\.{write}"
-        refused(MissingAttributeError, text, fit, tmp_path, module)
+        raises(MissingAttributeError, text, fit, tmp_path, module)
         assert module.layer.weight.grad is not None  # it has trained until then
 
 
@@ -187,7 +187,7 @@ def test_what_is_not_read_is_not_missing(tmp_path: Path, pl: Any, make: Callable
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             assert not hasattr(trainer, "fit_loop")
-            refused(AttributeError, "'Trainer' object has no attribute 'booster'", self.score_of, trainer)
+            raises(AttributeError, "'Trainer' object has no attribute 'booster'", self.score_of, trainer)
             trainer.mine = trainer.strategy.world_size
 
     made: Any = fit(tmp_path, make(), callbacks=Note())

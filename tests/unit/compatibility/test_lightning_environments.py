@@ -15,7 +15,7 @@ from rankwise.errors import (
 )
 from rankwise.ranks import RankInfo, rank_zero_only
 from rankwise.strategies import DDPStrategy
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 
 pytestmark = pytest.mark.usefixtures("rank_kept")
 
@@ -113,8 +113,8 @@ def test_contradictions() -> None:
         bound(OfLightning(size=4), devices=2, num_nodes=1)
     with pytest.raises(EnvironmentVariableError, match=r"(?s)global_rank.*Trainer\(devices="):
         bound(OfLightning(places=(1, 0)), devices=2, num_nodes=1)
-    refused(ValueError, "no 3 nodes", bound, OfLightning(), devices=1, num_nodes=3)
-    refused(ConfigurationError, r"Broken\.node_rank failed: KeyError: 'NODE'", bound, Broken(), devices=1)
+    raises(ValueError, "no 3 nodes", bound, OfLightning(), devices=1, num_nodes=3)
+    raises(ConfigurationError, r"Broken\.node_rank failed: KeyError: 'NODE'", bound, Broken(), devices=1)
 
 
 def test_one_that_derives_from_rankwises_class() -> None:
@@ -140,7 +140,7 @@ def test_as_a_plugin_of_the_trainer() -> None:
     """As rankwise's own, from which its setters tell it; two are too many."""
     assert isinstance(OfLightning(), LightningClusterEnvironment)
     assert not isinstance(LocalEnvironment(), LightningClusterEnvironment)
-    refused(InvalidTypeError, "cluster_environment", DDPStrategy, cluster_environment=3)
+    raises(InvalidTypeError, "cluster_environment", DDPStrategy, cluster_environment=3)
     made = Trainer(accelerator="cpu", strategy="ddp", devices=2, plugins=[OfLightning(places=(0, 1))])
     assert (made.global_rank, made.world_size) == (1, 2)
-    refused(ConfigurationError, "2 of one kind", Trainer, plugins=[OfLightning(), LocalEnvironment()])
+    raises(ConfigurationError, "2 of one kind", Trainer, plugins=[OfLightning(), LocalEnvironment()])

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from rankwise.data import CombinedLoader
 from rankwise.data.combined_loader import rows as rows_of
 from rankwise.errors import ConfigurationError, InvalidTypeError, MissingAttributeError, UnknownNameError
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 
 A, B = range(3), range(10, 12)
 Pair = namedtuple("Pair", ["first", "second"])
@@ -48,7 +48,7 @@ def test_structure(iterables: Any, first: Any) -> None:
 def test_passes() -> None:
     """Where a length is needed, or a new start, one without is an error; the pass ends with the others."""
     assert len(CombinedLoader([A, iter(B)], "min_size")) == 3  # the generator's is unknown
-    refused(TypeError, "no length", len, CombinedLoader([A, iter(B)], "max_size"))
+    raises(TypeError, "no length", len, CombinedLoader([A, iter(B)], "max_size"))
     assert [row for row, _, _ in CombinedLoader([A, iter(B)], "max_size")] == [[0, 10], [1, 11], [2, None]]
     with pytest.raises(ConfigurationError, match="Loader 1 of several has no batch"):
         list(CombinedLoader([A, iter(B)], "max_size_cycle"))
@@ -67,9 +67,9 @@ def test_samplers() -> None:
 
 def test_what_is_refused() -> None:
     """Another mode, what is no iterable, and one within another."""
-    refused(UnknownNameError, "'max_sizes'", CombinedLoader, [A], "max_sizes")
-    refused(InvalidTypeError, "iterable over batches", CombinedLoader, [A, 3.5, object()])
-    refused(InvalidTypeError, "one CombinedLoader takes all", CombinedLoader, [A, CombinedLoader(B)])
+    raises(UnknownNameError, "'max_sizes'", CombinedLoader, [A], "max_sizes")
+    raises(InvalidTypeError, "iterable over batches", CombinedLoader, [A, 3.5, object()])
+    raises(InvalidTypeError, "one CombinedLoader takes all", CombinedLoader, [A, CombinedLoader(B)])
     with pytest.raises(MissingAttributeError, match=r"no limits\.\n.*limit_train_batches"):
         CombinedLoader([A]).limits = 2
-    refused(MissingAttributeError, "no reset", getattr, CombinedLoader([A]), "reset")
+    raises(MissingAttributeError, "no reset", getattr, CombinedLoader([A]), "reset")

@@ -6,7 +6,7 @@ import pytest
 
 from rankwise.environments.slurm import expand_counts, expand_node_list
 from rankwise.errors import InvalidArgumentError
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 
 
 def test_node_lists() -> None:
@@ -87,7 +87,7 @@ def test_too_long_node_lists(text: str, problem: str, memory: int) -> None:
     """Too many nodes, and names that no host has, are an error before they are expanded."""
     tracemalloc.start()
     try:
-        refused(InvalidArgumentError, problem, expand_node_list, text)
+        raises(InvalidArgumentError, problem, expand_node_list, text)
         assert tracemalloc.get_traced_memory()[1] < memory
     finally:
         tracemalloc.stop()
@@ -105,5 +105,5 @@ def test_counts(text: str, counts: list[int]) -> None:
 @pytest.mark.parametrize("text", ["", "x", "2(x", "2(x)", "2(3)", "-1", "2,,1", "2(x-1)", "\u0662", "1" * 50])
 def test_invalid_counts(text: str) -> None:
     """Other text is our error, and so is a too large repetition, before it is expanded."""
-    refused(InvalidArgumentError, "tasks per node", expand_counts, text)
-    refused(InvalidArgumentError, "at most 100000", expand_counts, "1(x100000),1(x1)")
+    raises(InvalidArgumentError, "tasks per node", expand_counts, text)
+    raises(InvalidArgumentError, "at most 100000", expand_counts, "1(x100000),1(x1)")

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from rankwise import Fabric
 from rankwise.errors import ConfigurationError
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
 from tests.unit.fabric.helpers import Classifier, data, fabric, largest_difference, train
 
@@ -62,7 +62,7 @@ def test_a_window_is_averaged_after_its_last_backward_pass() -> None:
         one = on_rank(rank, sync_mode="forced_sync")
         own = nn.Linear(1, 1, bias=False)
         module = one.setup(own)
-        refused(ConfigurationError, "outside of the block", one.backward, module(torch.ones(1, 1)).sum())
+        raises(ConfigurationError, "outside of the block", one.backward, module(torch.ones(1, 1)).sum())
         own.zero_grad()
         for is_last in (False, True):
             with one.gradient_sync_context(module, is_final_microbatch=is_last):
@@ -81,7 +81,7 @@ def test_a_method_beside_forward_must_be_marked() -> None:
         one = on_rank(rank)
         module = one.setup(modules[rank])
         x, y = (part[rank::2] for part in data().tensors)
-        refused(ConfigurationError, "mark_forward_method", module.loss, x, y)
+        raises(ConfigurationError, "mark_forward_method", module.loss, x, y)
         module.mark_forward_method(module.module.loss)
         one.backward(module.loss(x, y=y))
         return modules[rank].first.weight.grad

@@ -30,7 +30,7 @@ from rankwise.gradient_sync import CommHookRegistry, HookPlace, register_ddp_com
 from rankwise.gradient_sync.hook_registry import PowerSGDMemory
 from rankwise.strategies import DDPStrategy
 from tests.helpers.exactness import weights
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.helpers.threaded import ThreadedStrategy, counted_reductions, run_ranks
 from tests.process.training_tasks import Regression, loader, quiet_trainer
 from tests.unit.gradient_sync.helpers import (
@@ -132,7 +132,7 @@ def test_register_ddp_comm_hook_by_lightnings_keywords() -> None:
 
     assert_each(run_ranks(2, train), expected(), 1e-2)
     assert seen == [2, 2]
-    refused(InvalidTypeError, "DistributedDataParallel", register_ddp_comm_hook, net(), None, "noop")
+    raises(InvalidTypeError, "DistributedDataParallel", register_ddp_comm_hook, net(), None, "noop")
 
 
 def test_registered_hook_uses_the_local_world_size(names: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,10 +183,10 @@ def test_hooks_can_be_registered(names: Any) -> None:
     assert "scaled" in repr(names)
     for result in reduced(comm_hook="scaled:factor=0.5"):
         assert_close([None if g is None else g * 2 for g in result], expected())
-    refused(DuplicateNameError, r"CommHookRegistry.register\(\"scaled\"", names.register, "SCALED", scaled)
-    refused(UnknownArgumentError, "Did you mean 'factor'", DDPStrategy, comm_hook="scaled:facter=2")
-    refused(InvalidTypeError, "name", names.register, "", scaled)
-    refused(InvalidTypeError, "two arguments", names.register, "wrong", lambda bucket: bucket)
+    raises(DuplicateNameError, r"CommHookRegistry.register\(\"scaled\"", names.register, "SCALED", scaled)
+    raises(UnknownArgumentError, "Did you mean 'factor'", DDPStrategy, comm_hook="scaled:facter=2")
+    raises(InvalidTypeError, "name", names.register, "", scaled)
+    raises(InvalidTypeError, "two arguments", names.register, "wrong", lambda bucket: bucket)
 
 
 AVERAGING: dict[str, Any] = {"comm_hook": "post_localsgd", "model_averaging_period": 2}
@@ -221,20 +221,20 @@ AVERAGING: dict[str, Any] = {"comm_hook": "post_localsgd", "model_averaging_peri
 )
 def test_refused_in_the_constructor(arguments: Any, error: type[Exception], words: str) -> None:
     """Invalid hooks and options are errors before any process starts."""
-    refused(error, words, DDPStrategy, **arguments)
+    raises(error, words, DDPStrategy, **arguments)
 
 
 def test_powersgd_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error without NumPy says how to install it."""
     monkeypatch.setitem(__import__("sys").modules, "numpy", None)
-    refused(MissingExtraError, r"rankwise\[powersgd\]", DDPStrategy, comm_hook="powersgd")
+    raises(MissingExtraError, r"rankwise\[powersgd\]", DDPStrategy, comm_hook="powersgd")
 
 
 def test_powersgd_on_cpus_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's hook would fail there when it begins to compress."""
     trainer = quiet_trainer(DDPStrategy(comm_hook="powersgd"), 2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    refused(ConfigurationError, "hide the GPU", trainer.fit, Regression(), loader(4, 2))
+    raises(ConfigurationError, "hide the GPU", trainer.fit, Regression(), loader(4, 2))
 
 
 def test_pickling_a_state_of_torch() -> None:
@@ -288,7 +288,7 @@ def test_powersgd_refuses_a_random_state_that_no_run_has_written() -> None:
     memory = PowerSGDMemory(PowerSGDState(None, 1))
     saved = memory.state_dict()
     saved["random"][2] = 10**6
-    refused(ValueError, "position 1000000 is outside", memory.load_state_dict, saved)
+    raises(ValueError, "position 1000000 is outside", memory.load_state_dict, saved)
 
 
 def test_powersgd_resumes_from_its_state() -> None:
@@ -459,6 +459,6 @@ def test_distributed_optimizers_are_refused_with_averaging() -> None:
         optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.SGD, lr=0.1)
         with pytest.raises(ConfigurationError, match="ZeroRedundancyOptimizer"):
             strategy.on_after_setup_optimizers([optimizer])
-        refused(ConfigurationError, "ZeroRedundancyOptimizer", strategy.gradients.after_step, optimizer)
+        raises(ConfigurationError, "ZeroRedundancyOptimizer", strategy.gradients.after_step, optimizer)
 
     on_ranks(1, run, net(), **LOCAL)

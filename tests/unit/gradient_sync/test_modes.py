@@ -10,7 +10,7 @@ from rankwise.errors import ConfigurationError, InvalidTypeError, LifecycleError
 from rankwise.gradient_sync import GradientSyncMode, gradient_sync_context
 from rankwise.gradient_sync.options import resolve_sync_mode
 from rankwise.strategies import DDPStrategy, SingleDeviceStrategy
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.helpers.threaded import ThreadedStrategy, counted_reductions, run_ranks
 from tests.unit.gradient_sync.helpers import (
     accumulate,
@@ -49,15 +49,15 @@ def test_auto() -> None:
 
 def test_an_unknown_name() -> None:
     """An unknown name is an error in the constructor that suggests the nearest one."""
-    refused(ValueError, "'force_sync' is not a valid GradientSyncMode", GradientSyncMode, "force_sync")
-    refused(UnknownNameError, "Did you mean 'forced_sync'", DDPStrategy, sync_mode="force_sync")
-    refused(InvalidTypeError, "sync_mode", DDPStrategy, sync_mode=3)
+    raises(ValueError, "'force_sync' is not a valid GradientSyncMode", GradientSyncMode, "force_sync")
+    raises(UnknownNameError, "Did you mean 'forced_sync'", DDPStrategy, sync_mode="force_sync")
+    raises(InvalidTypeError, "sync_mode", DDPStrategy, sync_mode=3)
 
 
 @pytest.mark.parametrize("arguments", [{"comm_hook": "fp16_compress"}, {"static_graph": True}])
 def test_forced_sync_excludes(arguments: dict[str, object]) -> None:
     """Features that need DDP's own reductions are errors with forced sync."""
-    refused(ConfigurationError, "forced_sync", DDPStrategy, sync_mode="forced_sync", **arguments)
+    raises(ConfigurationError, "forced_sync", DDPStrategy, sync_mode="forced_sync", **arguments)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_prepare_ddp_module() -> None:
 
     assert on_ranks(2, work, net().requires_grad_(False)) == [(nn.Sequential, [None] * 4)] * 2
     strategy = ThreadedStrategy(0, 1)
-    refused(LifecycleError, "a process group", strategy.launch, lambda s: s.setup_module(net()))
+    raises(LifecycleError, "a process group", strategy.launch, lambda s: s.setup_module(net()))
 
 
 @pytest.mark.parametrize("hook", [None, "fp16_compress"])
@@ -203,7 +203,7 @@ def test_a_module_that_torch_has_wrapped_is_refused() -> None:
     """A wrapper that the strategy has not made averages in its own way."""
 
     def work(strategy: ThreadedStrategy, wrapped: nn.Module) -> None:
-        refused(ConfigurationError, "configure_ddp", strategy.setup_module, bare(net()))
+        raises(ConfigurationError, "configure_ddp", strategy.setup_module, bare(net()))
 
     on_ranks(1, work, net())
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from rankwise.errors import ConfigurationError, UnusedParametersError
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.helpers.threaded import ThreadedStrategy, run_ranks
 from tests.unit.gradient_sync.helpers import batch, net, on_ranks
 
@@ -71,7 +71,7 @@ def test_other_errors_stay() -> None:
     def work(strategy: ThreadedStrategy, wrapped: nn.Module) -> None:
         raise RuntimeError("something else")
 
-    refused(RuntimeError, "something else", on_ranks, 1, work, Heads())
+    raises(RuntimeError, "something else", on_ranks, 1, work, Heads())
 
 
 @pytest.mark.parametrize("first", [("first",), ("first", "second")])
@@ -114,7 +114,7 @@ def test_dtensors_are_refused() -> None:
         model.weight = nn.Parameter(DTensor.from_local(model.weight.detach(), mesh, [Replicate()]))
         strategy.launch(lambda s: s.setup_module(model))
 
-    refused(ConfigurationError, r"DTensors.*\n.*weight.*pieces", run_ranks, 1, work)
+    raises(ConfigurationError, r"DTensors.*\n.*weight.*pieces", run_ranks, 1, work)
 
 
 def test_accumulation_with_unused_parameters() -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, defa
 
 from rankwise.errors import ConfigurationError, InvalidArgumentError, ProcessGroupError, UnknownNameError
 from rankwise.strategies import DDPStrategy
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.helpers.threaded import ThreadedStrategy, counted_reductions, run_ranks
 from tests.unit.gradient_sync.helpers import (
     SIZES,
@@ -216,16 +216,16 @@ def test_losses_that_are_refused(loss: Any, error: type[Exception], words: str) 
         with strategy.gradient_sync_context(wrapped):
             loss(strategy, wrapped).backward()
 
-    refused(error, words, on_ranks, 1, train, net(), gradient_weighting="logged")
+    raises(error, words, on_ranks, 1, train, net(), gradient_weighting="logged")
 
 
 def test_wrong_names_and_weights() -> None:
     """An unknown weighting, an invalid weight, and a weight without weighting are errors."""
-    refused(UnknownNameError, "Did you mean 'samples'", DDPStrategy, gradient_weighting="sample")
+    raises(UnknownNameError, "Did you mean 'samples'", DDPStrategy, gradient_weighting="sample")
     strategy = DDPStrategy(gradient_weighting="logged")
     for wrong in (-1, float("nan")):
-        refused(InvalidArgumentError, "from 0 on", strategy.weighted_loss, torch.ones(()), wrong)
-    refused(ConfigurationError, "nothing asks for weights", DDPStrategy().weighted_loss, torch.ones(()), 1)
+        raises(InvalidArgumentError, "from 0 on", strategy.weighted_loss, torch.ones(()), wrong)
+    raises(ConfigurationError, "nothing asks for weights", DDPStrategy().weighted_loss, torch.ones(()), 1)
 
 
 # ------------------------------------------------------------------------------------------- the Trainer

@@ -17,7 +17,7 @@ from rankwise.errors import (
     UnknownArgumentError,
 )
 from rankwise.precision import Precision
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.unit.environments.variables import step
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what Lightning and its dependencies warn of
@@ -66,7 +66,7 @@ def test_a_trainer_knows_its_ranks_before_a_launch(pl: Any) -> None:
     assert made.strategy.rankwise.ddp_kwargs["find_unused_parameters"] is True
     assert made.strategy.distributed_sampler_kwargs == {"num_replicas": 3, "rank": 0}
     made = trainer(pl, "rankwise_ddp", devices=2)
-    refused(LifecycleError, "fit", made.strategy.setup_distributed)
+    raises(LifecycleError, "fit", made.strategy.setup_distributed)
     with pytest.raises(LifecycleError):
         made.strategy.cluster_environment.main_port  # noqa: B018  it raises
 
@@ -76,9 +76,9 @@ def test_arguments_are_the_named_strategys(strategy: Callable[..., Any]) -> None
     made = strategy("ddp_fork", timeout=120, static_graph=True)
     assert made.rankwise.timeout.total_seconds() == 120
     assert made.rankwise.ddp_kwargs["static_graph"] is True
-    refused(UnknownArgumentError, "find_unused_parameters", strategy, "ddp", find_unused_parameter=True)
+    raises(UnknownArgumentError, "find_unused_parameters", strategy, "ddp", find_unused_parameter=True)
     for given in (DDPElasticStrategy(), SingleDeviceStrategy(), "ddp_elastic", 3):
-        refused(InvalidTypeError, "torchrun", strategy, given)
+        raises(InvalidTypeError, "torchrun", strategy, given)
 
 
 def test_options_without_effect_are_refused(strategy: Callable[..., Any]) -> None:
@@ -88,12 +88,12 @@ def test_options_without_effect_are_refused(strategy: Callable[..., Any]) -> Non
     for option, value in options.items():
         with pytest.raises(ConfigurationError, match=f"^{option} cannot have an effect"):
             strategy(DDPStrategy(**{option: value}))
-    refused(ConfigurationError, "timeout cannot be added", strategy, DDPStrategy(), timeout=3)
+    raises(ConfigurationError, "timeout cannot be added", strategy, DDPStrategy(), timeout=3)
 
 
 def test_each_trainer_has_its_ranks(pl: Any, strategy: Callable[..., Any]) -> None:
     """Also where two share a strategy; the strategy's devices and the Trainer's must agree."""
-    refused(ConfigurationError, "devices", trainer, pl, strategy("ddp", devices=2), devices=3)
+    raises(ConfigurationError, "devices", trainer, pl, strategy("ddp", devices=2), devices=3)
     own = DDPStrategy(start_method="fork")
     first, second = (trainer(pl, strategy(own), devices=devices) for devices in (2, 3))
     assert (first.world_size, second.world_size) == (2, 3)

@@ -11,7 +11,7 @@ from rankwise.launchers.context import WorkerContext
 from rankwise.launchers.inline import InlineLauncher
 from rankwise.monitoring.heartbeat import own_heartbeat
 from rankwise.ranks import RankInfo
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 
 ONE = InlineLauncher(RankInfo())
 OTHERS = InlineLauncher(RankInfo(1, 1, 0, 2, 2, 1), ("127.0.0.1", 29500), store_outlives=True)
@@ -63,7 +63,7 @@ def test_jobs_are_counted() -> None:
 
 def test_a_failure_is_raised() -> None:
     """As it is: this process is the rank."""
-    refused(ValueError, "loss is nan", OTHERS.launch, fail, {}, "private")
+    raises(ValueError, "loss is nan", OTHERS.launch, fail, {}, "private")
     assert own_heartbeat() is None
 
 
@@ -76,5 +76,5 @@ def test_what_continues_between_two_jobs() -> None:
     context = OTHERS.context_between_jobs()
     assert context is not None
     assert (context.address, context.job) == (OTHERS.address, 0)
-    refused(ValueError, "loss is nan", OTHERS.launch, fail, {}, "private")
+    raises(ValueError, "loss is nan", OTHERS.launch, fail, {}, "private")
     assert OTHERS.context_between_jobs() is None

@@ -13,7 +13,7 @@ from rankwise.launchers.script_place import can_rerun
 from rankwise.launchers.worker_main import InheritedContext
 from rankwise.ranks import RankInfo, rank_zero_only
 from rankwise.strategies import DDPStrategy
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.unit.environments.variables import torchrun
 from tests.unit.launchers.supervised import OPTIONS, Ends
 
@@ -74,12 +74,12 @@ def test_the_context_between_two_jobs(rerun: InheritedContext, ends: Ends) -> No
 def test_a_process_that_a_rank_has_forked_is_no_rank(rerun: InheritedContext) -> None:
     """It cannot take part in a job of the script."""
     rerun.pid = os.getppid()
-    refused(LaunchRefusedError, "in a process that a rank has forked", launch, LAUNCHER)
+    raises(LaunchRefusedError, "in a process that a rank has forked", launch, LAUNCHER)
 
 
 def test_what_does_not_fit_the_script(rerun: InheritedContext) -> None:
     """Another number of processes, or a store that these processes do not have."""
     with pytest.raises(LaunchRefusedError, match=r"runs as 2 processes; it cannot go on as 1\."):
         launch(ScriptLauncher((RankInfo(),), OPTIONS))
-    refused(LaunchRefusedError, "this script's processes meet privately", launch, LAUNCHER, "tcp")
+    raises(LaunchRefusedError, "this script's processes meet privately", launch, LAUNCHER, "tcp")
     assert rerun.jobs == 1

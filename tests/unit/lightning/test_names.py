@@ -16,7 +16,7 @@ from rankwise.environments import SlurmEnvironment
 from rankwise.errors import InvalidArgumentError, MissingNameError
 from rankwise.lightning.utilities import grad_norm, isolate_rng
 from rankwise.trainer.state import TrainerFn
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 
 PACKAGE = "rankwise.lightning"
 COLLECTIVES = "AllGatherGrad all_gather_ddp_if_available gather_all_tensors sync_ddp sync_ddp_if_available"
@@ -119,7 +119,7 @@ def test_utilities() -> None:
         {"grad_2.0_norm/weight": 3.0, "grad_2.0_norm/bias": 1.0, "grad_2.0_norm_total": 10**0.5}
     )
     assert grad_norm(layer, "inf")["grad_inf_norm_total"].item() == 3.0
-    refused(InvalidArgumentError, "more than 0", grad_norm, layer, 0)
+    raises(InvalidArgumentError, "more than 0", grad_norm, layer, 0)
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)

@@ -24,7 +24,7 @@ from rankwise.loggers import (
 from rankwise.loggers.base import NoExperiment, finalize_all
 from rankwise.ranks import rank_zero_only
 from tests.helpers.needs import need_installed
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.unit.trainer.helpers import Failing, Line, fitted
 
 
@@ -101,7 +101,7 @@ def test_experiment_on_other_ranks(tmp_path: Path) -> None:
 def test_a_failed_stage(tmp_path: Path) -> None:
     """Every logger is finalized as failed, and what was logged before is written."""
     csv, own = CSVLogger(tmp_path, version=0), Recording()
-    refused(ValueError, "broken", fitted, tmp_path, Failing(at=1), logger=[csv, own], log_every_n_steps=1)
+    raises(ValueError, "broken", fitted, tmp_path, Failing(at=1), logger=[csv, own], log_every_n_steps=1)
     assert own.calls[-1] == "failed"
     assert (Path(csv.log_dir) / "metrics.csv").read_text().count("\n") == 2
 
@@ -114,14 +114,14 @@ def test_a_failed_teardown(tmp_path: Path) -> None:
             raise ValueError("teardown")
 
     logger = Recording()
-    refused(ValueError, "teardown", fitted, tmp_path, Last(), logger=logger)
+    raises(ValueError, "teardown", fitted, tmp_path, Last(), logger=logger)
     assert logger.calls[-1] == "failed"
 
 
 def test_a_logger_that_cannot_be_finalized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The others are; its error is raised after a success, and reported beside the stage's own."""
     first, second = Recording(OSError("disk full")), Recording()
-    refused(OSError, "disk full", finalize_all, [first, second, second], "success")
+    raises(OSError, "disk full", finalize_all, [first, second, second], "success")
     assert second.calls == ["success"]
     with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match="broken"):
         fitted(tmp_path, Failing(at=1), logger=first)
@@ -163,7 +163,7 @@ def test_missing_packages(package: str, tmp_path: Path, monkeypatch: pytest.Monk
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    refused(MissingExtraError, rf'pip install "rankwise\[{package}\]"', MADE[package], tmp_path)
+    raises(MissingExtraError, rf'pip install "rankwise\[{package}\]"', MADE[package], tmp_path)
 
 
 def test_packages_are_imported_when_used() -> None:

@@ -10,7 +10,7 @@ import pytest
 from rankwise.errors import DuplicateNameError, InvalidTypeError, UnknownArgumentError, UnknownNameError
 from rankwise.fabric import Fabric
 from rankwise.loggers import CSVLogger, Logger, LoggerRegistry
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.unit.trainer.helpers import trainer
 
 
@@ -43,7 +43,7 @@ def test_a_trainers_loggers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_wrong_names(name: str, error: type[Exception], text: str, tmp_path: Path) -> None:
     """A name that is unknown, or has wrong options, is refused."""
-    refused(error, re.escape(text), trainer, tmp_path, logger=name)
+    raises(error, re.escape(text), trainer, tmp_path, logger=name)
 
 
 def test_registering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +52,7 @@ def test_registering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     LoggerRegistry.register("Silent", Silent, "writes nothing")
     assert LoggerRegistry.describe("SILENT") == "writes nothing"
     assert type(trainer(tmp_path, logger="silent").logger) is Silent
-    refused(DuplicateNameError, "Logger 'silent' is registered", LoggerRegistry.register, "silent", Silent)
-    refused(InvalidTypeError, "a subclass of Logger", LoggerRegistry.register, "text", "csv")
+    raises(DuplicateNameError, "Logger 'silent' is registered", LoggerRegistry.register, "silent", Silent)
+    raises(InvalidTypeError, "a subclass of Logger", LoggerRegistry.register, "text", "csv")
     LoggerRegistry.register("number", lambda: 3)  # type: ignore[arg-type,return-value]  # wrong on purpose
-    refused(InvalidTypeError, "logger 'number'", trainer, tmp_path, logger="number")
+    raises(InvalidTypeError, "logger 'number'", trainer, tmp_path, logger="number")

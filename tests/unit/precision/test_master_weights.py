@@ -10,7 +10,7 @@ from torch import nn
 
 from rankwise.errors import ConfigurationError, UnknownArgumentError, UnknownNameError
 from rankwise.precision import HalfPrecision, MasterWeightsPrecision, Precision
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.helpers.threaded import run_ranks
 
 NAMES = pytest.mark.parametrize("name", ["16-master", "bf16-master"])
@@ -50,10 +50,8 @@ def test_formats(name: str) -> None:
     own = nn.Module()
     own.register_buffer("scale", torch.ones(1))
     own.register_buffer("count", torch.ones(1, dtype=torch.float64))
-    assert [each.dtype for each in precision.convert_module(own).buffers()] == [
-        precision.dtype,
-        torch.float64,
-    ]
+    dtypes = [buffer.dtype for buffer in precision.convert_module(own).buffers()]
+    assert dtypes == [precision.dtype, torch.float64]
     assert {parameter.dtype for parameter in module[1].parameters()} == {torch.float32}
     assert module[1].running_mean.dtype is torch.float32
     assert {parameter.dtype for parameter in precision.main_parameters(optimizer)} == {torch.float32}
@@ -174,8 +172,8 @@ def test_closures_are_refused() -> None:
     precision, _, optimizer = ready("bf16-master")
     with pytest.raises(ConfigurationError, match="closure, which would use old weights"):
         precision.optimizer_step(optimizer, lambda: 0.0)
-    refused(UnknownNameError, "Did you mean 'bf16-master'", MasterWeightsPrecision, "bf16-masters")
-    refused(UnknownArgumentError, "scales nothing", MasterWeightsPrecision, "bf16-master", init_scale=2.0)
+    raises(UnknownNameError, "Did you mean 'bf16-master'", MasterWeightsPrecision, "bf16-masters")
+    raises(UnknownArgumentError, "scales nothing", MasterWeightsPrecision, "bf16-master", init_scale=2.0)
     with pytest.raises(ValueError, match="1 master weights do not fit 4 parameters"):
         precision.load_state_dict({"masters": [[torch.ones(1)]]})
 
@@ -191,7 +189,7 @@ def test_sharded_optimizers_are_refused() -> None:
         optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
         MasterWeightsPrecision("bf16-master").configure(module, [optimizer])
 
-    refused(ConfigurationError, "does not work with ZeroRedundancyOptimizer", run_ranks, 1, configure)
+    raises(ConfigurationError, "does not work with ZeroRedundancyOptimizer", run_ranks, 1, configure)
 
 
 def test_gradients_that_wait_for_a_step() -> None:

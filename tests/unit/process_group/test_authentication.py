@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from rankwise.errors import PeerAuthenticationError, RendezvousTimeoutError
 from rankwise.process_group.authentication import _Exchange, _Gloo, _JobSettings
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 
 LIMIT = timedelta(seconds=5)
 
@@ -38,18 +38,18 @@ def connected() -> tuple[list[_Exchange], list[Any]]:
 def test_a_rank_waits_for_what_the_last_one_finds() -> None:
     """No rank uses the group before all have compared: an impostor that the last finds is an error of all."""
     alone, _ = exchanges(2)
-    refused(RendezvousTimeoutError, "ranks of a new process group", alone.meet, timedelta(seconds=0.2))
+    raises(RendezvousTimeoutError, "ranks of a new process group", alone.meet, timedelta(seconds=0.2))
     first, last = exchanges(2)
-    refused(RendezvousTimeoutError, "rank", first.finish)
-    refused(PeerAuthenticationError, "in place of rank 0", last._raise, "another process in place of rank 0")
-    refused(PeerAuthenticationError, "in place of rank 0", first.finish)
+    raises(RendezvousTimeoutError, None, first.finish)
+    raises(PeerAuthenticationError, "in place of rank 0", last._raise, "another process in place of rank 0")
+    raises(PeerAuthenticationError, "in place of rank 0", first.finish)
 
 
 def test_a_rank_that_does_not_compare() -> None:
     """The other one waits no longer than it may."""
     (first, _), groups = connected()
     first._deadline = 0.0
-    refused(RendezvousTimeoutError, "one of them hangs", first.compare, groups[0])
+    raises(RendezvousTimeoutError, "one of them hangs", first.compare, groups[0])
 
 
 class EndsLate:
@@ -82,6 +82,6 @@ def test_an_exchange_that_ends_just_after_a_wait() -> None:
 def test_a_rank_that_has_left_the_group() -> None:
     """What it has found is the error, not that its connection is closed."""
     (first, last), groups = connected()
-    refused(PeerAuthenticationError, "rank 0", last._raise, "another process in place of rank 0")
+    raises(PeerAuthenticationError, "rank 0", last._raise, "another process in place of rank 0")
     del groups[1]
-    refused(PeerAuthenticationError, "in place of rank 0", first.compare, groups[0])
+    raises(PeerAuthenticationError, "in place of rank 0", first.compare, groups[0])

@@ -30,7 +30,7 @@ from rankwise.process_group import (
 from rankwise.process_group.collectives import Description, describe
 from rankwise.process_group.lone_calls import refuse_lone_call
 from rankwise.ranks import RankInfo
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 
 
 @pytest.fixture
@@ -60,20 +60,20 @@ def test_reducing_alone() -> None:
 
 def test_sync_ddp_needs_a_group() -> None:
     """The error of `sync_ddp` without a process group names `sync_ddp_if_available`."""
-    refused(LifecycleError, "sync_ddp_if_available", sync_ddp, torch.ones(1))
+    raises(LifecycleError, "sync_ddp_if_available", sync_ddp, torch.ones(1))
 
 
 def test_unknown_operations() -> None:
     """An unknown reduction, or one that is no name, is an error, also for values that are not tensors."""
     for operation in ("median", ""):
-        refused(UnknownNameError, "reduce_op", all_reduce, "x", None, operation)
+        raises(UnknownNameError, "reduce_op", all_reduce, "x", None, operation)
     wrong: Any = 3
-    refused(InvalidTypeError, "reduce_op=3", all_reduce, torch.ones(1), None, wrong)
+    raises(InvalidTypeError, "reduce_op=3", all_reduce, torch.ones(1), None, wrong)
 
 
 def test_gathering_objects_on_an_unknown_rank() -> None:
     """A destination outside of the group is an error."""
-    refused(InvalidArgumentError, "dst=1", gather_object, "x", dst=1)
+    raises(InvalidArgumentError, "dst=1", gather_object, "x", dst=1)
 
 
 def test_rank_zero_first_alone() -> None:
@@ -110,14 +110,14 @@ def test_refusal_ends_with_the_block() -> None:
     """Collectives are refused in the block of rank zero, but not after it in a task that it has started."""
     with rank_zero_first():
         task = contextvars.copy_context()
-        refused(LifecycleError, "in the block of rank_zero_first", refuse_lone_call, "a collective", None)
+        raises(LifecycleError, "in the block of rank_zero_first", refuse_lone_call, "a collective", None)
     task.run(refuse_lone_call, "a collective", None)
 
 
 def test_torch_without_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without torch's distributed package the error says so, and is a RuntimeError."""
     monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
-    refused(RuntimeError, r"no torch\.distributed", init_process_group, LocalEnvironment())
+    raises(RuntimeError, r"no torch\.distributed", init_process_group, LocalEnvironment())
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_torch_without_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_lightnings_keywords(arguments: Any, write: str) -> None:
     """Keywords of Lightning's `init_dist_connection`, and names of environments, are refused."""
-    refused(TypeError, write, init_process_group, **arguments)
+    raises(TypeError, write, init_process_group, **arguments)
 
 
 def test_group_of_one(group_of_one: RankInfo) -> None:
@@ -167,4 +167,4 @@ def test_descriptions_without_a_tensor() -> None:
     assert "sparse_coo" in str(Description(describe(torch.eye(2).to_sparse())))
     message = describe(torch.ones(0, 2))
     message.view(torch.int64)[2:6] = torch.tensor([3, 0, 1 << 40, 1 << 40])
-    refused(ProcessGroupError, "is not the description of a tensor", Description, message)
+    raises(ProcessGroupError, "is not the description of a tensor", Description, message)

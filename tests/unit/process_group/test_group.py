@@ -1,4 +1,4 @@
-"""Destroyed process groups end when the last reference to them is dropped."""
+"""When process groups end, and where they are created: in a job, by a program itself, under an agent."""
 
 import gc
 import sys

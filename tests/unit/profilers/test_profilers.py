@@ -18,7 +18,7 @@ from rankwise.profilers import (
     SimpleProfiler,
     create_profiler,
 )
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.unit.trainer.helpers import Failing, Line, fitted, loader, trainer
 
 
@@ -123,7 +123,7 @@ def test_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What was started is stopped, and the strategy's methods are its own again."""
     profiler = SimpleProfiler()
     train = trainer(tmp_path, profiler=profiler)
-    refused(ValueError, "broken", train.fit, Failing(), loader())
+    raises(ValueError, "broken", train.fit, Failing(), loader())
     assert (profiler.current_actions, capsys.readouterr().out) == ({}, "")
     assert "backward" not in vars(train.strategy)
     train.fit(Line(), loader())
@@ -200,10 +200,10 @@ def test_names(tmp_path: Path) -> None:
         assert type(create_profiler(given)) is kind
     with pytest.raises(UnknownNameError, match=r"profiler 'xla'.*\n.*\n.*'advanced', 'pytorch', 'simple'"):
         trainer(tmp_path, profiler="xla")
-    refused(InvalidTypeError, "profiler", trainer, tmp_path, profiler=SimpleProfiler)
+    raises(InvalidTypeError, "profiler", trainer, tmp_path, profiler=SimpleProfiler)
     profiler = SimpleProfiler()
     with pytest.raises(InvalidArgumentError, match="action_name='action'"):
         profiler.stop("action")  # before it has started
     profiler.start("action")
-    refused(InvalidArgumentError, "action_name='action'", profiler.start, "action")
+    raises(InvalidArgumentError, "action_name='action'", profiler.start, "action")
     profiler.teardown(None)

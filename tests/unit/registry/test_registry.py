@@ -18,7 +18,7 @@ from rankwise.strategies import (
     SingleDeviceStrategy,
 )
 from rankwise.strategies.config import RegisteredNames
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 
 
 class Own(DDPStrategy):
@@ -70,7 +70,7 @@ def test_a_name_carries_options() -> None:
 )
 def test_options_that_cannot_be(name: str, error: type[Exception], text: str) -> None:
     """They are refused like keywords, and the name is looked up without them."""
-    refused(error, re.escape(text), StrategyRegistry.create, name)
+    raises(error, re.escape(text), StrategyRegistry.create, name)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_overrides_beat_what_was_registered() -> None:
     assert again.grace_period_s == 3.0
     StrategyRegistry.remove("OWN")
     assert "own" not in StrategyRegistry
-    refused(UnknownStrategyError, None, StrategyRegistry.remove, "own")
+    raises(UnknownStrategyError, None, StrategyRegistry.remove, "own")
 
 
 def test_a_decorator_registers() -> None:
@@ -123,9 +123,9 @@ def test_a_decorator_registers() -> None:
 def test_a_duplicate_is_refused() -> None:
     """A taken name is refused in any case, by a decorator before it has a class, unless it is replaced."""
     expected = "(?s)'ddp' is registered already.*override=True"
-    refused(DuplicateNameError, expected, StrategyRegistry.register, "DDP", Own)
+    raises(DuplicateNameError, expected, StrategyRegistry.register, "DDP", Own)
     assert type(StrategyRegistry.create("ddp")) is DDPStrategy
-    refused(DuplicateNameError, None, StrategyRegistry.register, "ddp")
+    raises(DuplicateNameError, None, StrategyRegistry.register, "ddp")
     StrategyRegistry.register("own", Own)
     StrategyRegistry.register("own", SingleDeviceStrategy, override=True)
     assert type(StrategyRegistry.create("own")) is SingleDeviceStrategy
@@ -175,7 +175,7 @@ def test_lightnings_ways_to_look_up() -> None:
     strategy = StrategyRegistry.get("DDP_spawn")
     assert type(strategy) is DDPSpawnStrategy
     assert StrategyRegistry.get("ddp_spwan", strategy) is strategy
-    refused(UnknownStrategyError, None, StrategyRegistry.get, "ddp_spwan")
+    raises(UnknownStrategyError, None, StrategyRegistry.get, "ddp_spwan")
     with pytest.raises(UnknownArgumentError):
         StrategyRegistry.get("ddp:timout=3", strategy)  # the name is known
     assert StrategyRegistry["ddp_fork"].strategy is DDPForkStrategy
@@ -202,4 +202,4 @@ def test_a_subclass_registers_its_names() -> None:
     Named.register_strategies(StrategyRegistry)
     assert type(StrategyRegistry.create("named")) is Named
     assert StrategyRegistry.describe("named") == "mine"
-    refused(DuplicateNameError, "'ddp' is registered", Own.register_strategies, StrategyRegistry)
+    raises(DuplicateNameError, "'ddp' is registered", Own.register_strategies, StrategyRegistry)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from rankwise.failures.classify import is_consequence, is_timeout
 from rankwise.stores.private import PrivateStore, StoreTable, pack_fields, unpack_fields
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 
 
 def ask(table: StoreTable, *fields: bytes) -> list[bytes]:
@@ -49,13 +49,13 @@ def test_add() -> None:
     assert [store.add("count", amount) for amount in (2, 3, -10, 0)] == [2, 5, -5, -5]
     assert store.get("count") == b"-5"
     store.set("key", "text")
-    refused(ValueError, "cannot add 1 to 'key', whose value is no number", store.add, "key", 1)
+    raises(ValueError, "cannot add 1 to 'key', whose value is no number", store.add, "key", 1)
     with pytest.raises(TypeError):
         store.add("other", 1.5)  # type: ignore[arg-type]  # wrong on purpose
     assert (store.get("key"), store.check(["other"])) == (b"text", False)
     store.set("key", str(1 << 64))
     for key, amount in (("key", 1), ("other", 1 << 64)):
-        refused(ValueError, "cannot add", store.add, key, amount)
+        raises(ValueError, "cannot add", store.add, key, amount)
     assert (store.get("key"), store.check(["other"])) == (b"%d" % (1 << 64), False)
 
 
@@ -120,7 +120,7 @@ def test_a_wait_in_vain_is_torchs_error() -> None:
     store = store_on(StoreTable())
     with pytest.raises(dist.DistStoreError, match=r"wait of key, other had no answer in 0\.25 s"):
         store.wait(["key", "other"], timedelta(seconds=0.25))
-    refused(dist.DistStoreError, None, store.get, "key")
+    raises(dist.DistStoreError, None, store.get, "key")
 
 
 def test_a_stopped_job_is_no_timeout() -> None:
@@ -155,7 +155,7 @@ def test_a_wait_that_is_over_is_dropped() -> None:
 def test_what_is_no_request_is_a_value_error(fields: list[bytes]) -> None:
     """A damaged request is refused and changes nothing."""
     table = StoreTable()
-    refused(ValueError, None, ask, table, *fields)
+    raises(ValueError, None, ask, table, *fields)
     assert ask(table, b"count") == [b"0"]
 
 
@@ -165,7 +165,7 @@ def test_messages_come_back() -> None:
     for fields in messages:
         assert unpack_fields(pack_fields(fields)) == fields
     for data in (b"\x00", b"\x00\x01", b"\x00\x01\x00\x00\x00\x05ab", b"\x00\x00extra"):
-        refused(ValueError, "not a message of the store", unpack_fields, data)
+        raises(ValueError, "not a message of the store", unpack_fields, data)
 
 
 def test_torch_takes_it_for_a_store() -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rankwise.errors import ProcessGroupError, RendezvousTimeoutError
 from rankwise.ranks import RankInfo
 from rankwise.stores.rendezvous import RestartInfo, agree_on_restart
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 
 LONG, SHORT = timedelta(seconds=20), timedelta(milliseconds=200)
 
@@ -70,14 +70,14 @@ def test_who_does_not_come_is_named() -> None:
     with ThreadPoolExecutor(2) as pool:
         failures = [pool.submit(agree_on_restart, store, ranks(rank, 3), limit) for rank in range(2)]
     for failure in failures:
-        refused(RendezvousTimeoutError, "global_rank 2 to come", failure.result)
+        raises(RendezvousTimeoutError, "global_rank 2 to come", failure.result)
 
 
 def test_one_too_many() -> None:
     """A rank that was started twice is an error where the start is complete without it."""
     store = dist.HashStore()
     start(store, 2)
-    refused(ProcessGroupError, "a rank was started twice", agree_on_restart, store, ranks(1, 2), SHORT)
+    raises(ProcessGroupError, "a rank was started twice", agree_on_restart, store, ranks(1, 2), SHORT)
 
 
 def test_again_and_again() -> None:

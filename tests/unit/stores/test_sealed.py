@@ -9,7 +9,7 @@ import torch.distributed as dist
 from rankwise.errors import PeerAuthenticationError
 from rankwise.stores.private import PrivateStore
 from rankwise.stores.sealed import CODE_BYTES, NamedPrefixStore, SealedStore, part_of, seal, unsealed
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 
 KEY, ANOTHER = b"the key of the job", b"a key of another job"
 
@@ -39,10 +39,10 @@ def test_a_value_that_no_rank_has_written(value: bytes) -> None:
     base, store = stores()
     base.set("job/key", value)
     problem = "No rank of the job has written the value of 'job/key' in the job's store"
-    refused(PeerAuthenticationError, problem, store.get, "key")
+    raises(PeerAuthenticationError, problem, store.get, "key")
     assert problem in store.problem
     if value:  # for torch an empty one is as good as none
-        refused(PeerAuthenticationError, problem, store.compare_set, "key", "", "own")
+        raises(PeerAuthenticationError, problem, store.compare_set, "key", "", "own")
 
 
 def test_a_value_in_another_place() -> None:
@@ -60,7 +60,7 @@ def test_a_value_in_another_place() -> None:
         (SealedStore(NamedPrefixStore("job", base), ANOTHER), "key"),
     ]
     for other, key in others:
-        refused(PeerAuthenticationError, None, other.get, key)
+        raises(PeerAuthenticationError, None, other.get, key)
 
 
 def test_parts() -> None:
@@ -84,7 +84,7 @@ def test_what_is_passed_on() -> None:
     assert not store.check(["key", "missing"])
     store.set_timeout(timedelta(milliseconds=10))
     assert store.timeout == timedelta(milliseconds=10)
-    refused(dist.DistStoreError, None, store.wait, ["missing"])
+    raises(dist.DistStoreError, None, store.wait, ["missing"])
     assert store.num_keys() == base.num_keys()
     assert store.delete_key("key")
     assert not store.check(["key"])
@@ -97,7 +97,7 @@ def test_below_a_prefix_of_torch() -> None:
     outer.set("address", b"value")
     assert store.get("gloo/address") == outer.get("address") == b"value"
     base.set("job/gloo/address", b"forged")
-    refused(PeerAuthenticationError, None, outer.get, "address")
+    raises(PeerAuthenticationError, None, outer.get, "address")
 
 
 def test_stores_that_need_no_codes() -> None:

@@ -13,14 +13,14 @@ from torch import nn
 from rankwise import DDPStrategy, Trainer
 from rankwise.errors import ConfigurationError
 from rankwise.strategies.module_wrapping import WrappedModules, compile_within, uncompiled
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.helpers.threaded import ThreadedStrategy
 from tests.unit.gradient_sync.helpers import net, on_ranks
 
 
 def test_missing_weights_are_an_error() -> None:
     """By default a state that is loaded has all of a module."""
-    refused(RuntimeError, "Missing key", DDPStrategy().load_module_state_dict, nn.Linear(1, 1), {})
+    raises(RuntimeError, "Missing key", DDPStrategy().load_module_state_dict, nn.Linear(1, 1), {})
 
 
 def test_there_and_back() -> None:

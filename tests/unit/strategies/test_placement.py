@@ -13,7 +13,7 @@ from rankwise.errors import ConfigurationError, InvalidArgumentError
 from rankwise.ranks import RankInfo, rank_zero_only
 from rankwise.strategies import DDPForkStrategy, DDPStrategy, SingleDeviceStrategy, Strategy
 from rankwise.strategies.placement import local_devices
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.unit.environments.variables import Variables, allocation, batch, step
 
 UUID = "GPU-5a3c7f1e-0d7a-4f0e-9a0b-1c2d3e4f5a6b"
@@ -48,8 +48,8 @@ def test_all_devices_visible(monkeypatch: pytest.MonkeyPatch, local_rank: int) -
     assert bound(monkeypatch, local_rank, "0,1,2,3").root_device == torch.device("cuda", local_rank)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert local_devices("cuda", (3, 1), None) == [torch.device("cuda", 3), torch.device("cuda", 1)]
-    refused(InvalidArgumentError, "torch sees 4", local_devices, "cuda", (4,), None)
-    refused(InvalidArgumentError, "torch sees 4", local_devices, "cuda", 5, None)
+    raises(InvalidArgumentError, "torch sees 4", local_devices, "cuda", (4,), None)
+    raises(InvalidArgumentError, "torch sees 4", local_devices, "cuda", 5, None)
 
 
 class StartsNothing(ClusterEnvironment):

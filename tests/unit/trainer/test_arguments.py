@@ -28,7 +28,7 @@ from rankwise.precision import DoublePrecision, MixedPrecision, Precision
 from rankwise.strategies import DDPSpawnStrategy, SingleDeviceStrategy
 from rankwise.strategies.config import agreed_value
 from rankwise.trainer import Trainer
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.unit.trainer.helpers import trainer
 
 NODES = {"NODE_RANK": "0", "NNODES": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
@@ -69,9 +69,9 @@ def test_refused_values(tmp_path: Path, name: str, value: Any) -> None:
 
 def test_unknown_names(tmp_path: Path) -> None:
     """Unknown strategies, precisions and environments are refused by name."""
-    refused(UnknownStrategyError, "Did you mean 'ddp'", trainer, tmp_path, strategy="dpp")
-    refused(UnknownNameError, "Unknown precision '8-bit'", trainer, tmp_path, precision="8-bit")
-    refused(UnknownNameError, "Did you mean 'torchelastic'", trainer, tmp_path, plugins="torchelastc")
+    raises(UnknownStrategyError, "Did you mean 'ddp'", trainer, tmp_path, strategy="dpp")
+    raises(UnknownNameError, "Unknown precision '8-bit'", trainer, tmp_path, precision="8-bit")
+    raises(UnknownNameError, "Did you mean 'torchelastic'", trainer, tmp_path, plugins="torchelastc")
 
 
 def test_plugins_by_kind(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_plugins_by_kind(tmp_path: Path) -> None:
 )
 def test_contradictions(tmp_path: Path, options: dict[str, Any]) -> None:
     """Contradicting arguments are refused."""
-    refused(ConfigurationError, None, trainer, tmp_path, **options)
+    raises(ConfigurationError, None, trainer, tmp_path, **options)
 
 
 def strategy_with(**options: Any) -> DDPSpawnStrategy:
@@ -150,7 +150,7 @@ def test_contradictions_of_a_strategys_name(tmp_path: Path) -> None:
         trainer(tmp_path, strategy="ddp_fork", plugins=[DDPSpawnStrategy()])
     two = [torch.device("cpu")] * 2  # the arguments of one strategy do not contradict each other either
     for arguments in ({"devices": 3}, {"accelerator": "cuda"}):
-        refused(ConfigurationError, "contradict", DDPSpawnStrategy, parallel_devices=two, **arguments)
+        raises(ConfigurationError, "contradict", DDPSpawnStrategy, parallel_devices=two, **arguments)
     assert DDPSpawnStrategy(parallel_devices=two, devices=2).process_config.devices == 2
 
 
@@ -194,7 +194,7 @@ def test_the_strategys_own_parts(tmp_path: Path) -> None:
     for strategy in (first, assigned):
         assert trainer(tmp_path, strategy=strategy, devices=3).strategy.precision.name == "64-true"
         options = {"strategy": strategy, "devices": 3, "precision": "16-mixed"}
-        refused(ConfigurationError, "contradict each other", trainer, tmp_path, **options)
+        raises(ConfigurationError, "contradict each other", trainer, tmp_path, **options)
     derived = trainer(tmp_path, strategy=strategy_with().with_(grace_period_s=2), devices=3, precision=64)
     assert derived.strategy.precision.name == "64-true"
     files = AsyncCheckpointIO()
@@ -228,9 +228,9 @@ def test_no_argument_is_assigned_without_effect(tmp_path: Path) -> None:
         assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
         assert hasattr(Trainer, name) or name in vars(train), name
     for name in ("accelerator", "devices", "precision", "fast_dev_run", "sync_batchnorm", "max_time"):
-        refused(AttributeError, name, setattr, train, name, 1)
+        raises(AttributeError, name, setattr, train, name, 1)
     for name in ("current_epoch", "global_step", "world_size", "global_rank", "local_rank", "is_global_zero"):
-        refused(AttributeError, name, setattr, train, name, 1)
+        raises(AttributeError, name, setattr, train, name, 1)
 
 
 @pytest.mark.parametrize("phase", ["train", "val", "test", "predict"])
@@ -242,7 +242,7 @@ def test_limits_can_be_set(tmp_path: Path, phase: str) -> None:
         train.max_epochs = -3
     setattr(train, name, 3)
     assert getattr(train, name) == getattr(train.options, name) == 3
-    refused(InvalidArgumentError, f"{name}=1.5", setattr, train, name, 1.5)
+    raises(InvalidArgumentError, f"{name}=1.5", setattr, train, name, 1.5)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_remedies_are_true() -> None:
 )
 def test_names_that_other_systems_have(tmp_path: Path, options: dict[str, Any], remedy: str) -> None:
     """For strategies and accelerators of other libraries the error names the nearest one."""
-    refused(UnknownNameError, re.escape(remedy), trainer, tmp_path, **options)
+    raises(UnknownNameError, re.escape(remedy), trainer, tmp_path, **options)
 
 
 def test_none_stands_for_the_default(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from rankwise.callbacks import Callback, EarlyStopping, LambdaCallback, ModelChe
 from rankwise.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
 from rankwise.errors import CheckpointError, ConfigurationError, LifecycleError
 from tests.helpers.own_process import signal_handled
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.unit.trainer.helpers import Line, fitted, loader, saved, trainer
 
 
@@ -43,7 +43,7 @@ def test_contents(tmp_path: Path) -> None:
     (rank,) = checkpoint["ranks"]  # these keys stay, so that a fit continues from older checkpoints
     assert list(rank["metrics"]) == ["callback_metrics", "logged_metrics", "_progress_bar_metrics"]
     model.hparams = {"nested": {frozenset({1})}}
-    refused(CheckpointError, r"\['nested'\]", saved, tmp_path, model)
+    raises(CheckpointError, r"\['nested'\]", saved, tmp_path, model)
 
 
 @pytest.mark.parametrize("plugins", [None, AsyncCheckpointIO()], ids=["at once", "in a thread"])
@@ -225,7 +225,7 @@ def test_what_does_not_exist(tmp_path: Path) -> None:
         trainer(tmp_path).test(Line(), loader(), ckpt_path="best")
     with pytest.raises(CheckpointError, match="does not exist"):
         trainer(tmp_path).fit(Line(), loader(), ckpt_path=tmp_path / "no.ckpt")
-    refused(LifecycleError, "save_checkpoint", trainer(tmp_path).save_checkpoint, tmp_path / "x.ckpt")
+    raises(LifecycleError, "save_checkpoint", trainer(tmp_path).save_checkpoint, tmp_path / "x.ckpt")
 
 
 @pytest.mark.filterwarnings("ignore:Fixed.configure_optimizers")
@@ -284,4 +284,4 @@ def test_files_of_other_programs(tmp_path: Path, contents: dict[str, Any], probl
     """A file that torch.save wrote, but that is no checkpoint of a fit, is refused."""
     path = tmp_path / "other.ckpt"
     TorchCheckpointIO().save_checkpoint(contents, path)
-    refused(CheckpointError, problem, trainer(tmp_path).fit, Line(), loader(), ckpt_path=path)
+    raises(CheckpointError, problem, trainer(tmp_path).fit, Line(), loader(), ckpt_path=path)

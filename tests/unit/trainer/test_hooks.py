@@ -12,7 +12,7 @@ from rankwise import DataModule, TrainingModule
 from rankwise.callbacks import Callback, ModelCheckpoint
 from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.trainer import hooks
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.unit.trainer.helpers import Line, fitted, loader, trainer
 
 NAMES = ["configure_sharded_model", "training_step_end", "training_epoch_end", "on_hpc_save"]
@@ -80,7 +80,7 @@ def test_of_instances(tmp_path: Path) -> None:
     with pytest.raises(InvalidTypeError, match=r"Odd\.on_fit_end=5.* expected a method"):
         fitted(tmp_path, model, callbacks=type("Odd", (Callback,), {"on_fit_end": 5})())
     model._modules["backward"] = model._modules.pop("tbptt_split_batch")  # `self.backward` would be the hook
-    refused(ConfigurationError, "submodule with the name of a hook: 'backward'", fitted, tmp_path, model)
+    raises(ConfigurationError, "submodule with the name of a hook: 'backward'", fitted, tmp_path, model)
 
 
 @pytest.mark.parametrize("name", [hook.name for hook in hooks.HOOKS if hook.is_automatic])
@@ -108,7 +108,7 @@ def test_arguments_of_an_older_lightning(tmp_path: Path) -> None:
             return next(dataloader_iter)  # would get a batch
 
     expected = r"(?s)Older\.optimizer_step\(\) cannot .*\(epoch, batch_idx, optimizer, optimizer_closure\)"
-    refused(ConfigurationError, expected, fitted, tmp_path, Older())
+    raises(ConfigurationError, expected, fitted, tmp_path, Older())
     with pytest.raises(ConfigurationError, match=r"Short\.on_train_batch_end\(\) cannot be called"):
         fitted(tmp_path, callbacks=Short())
     with pytest.raises(ConfigurationError, match=r"Reading\.training_step\(\) takes dataloader_iter"):
@@ -232,9 +232,9 @@ def test_checks_of_configured_callbacks(tmp_path: Path) -> None:
     model, saving = Line(), ModelCheckpoint(dirpath=tmp_path)
     stateful = type("Stateful", (Own,), {"state_dict": lambda self: {}})
     model.configure_callbacks = lambda: with_hook(Callback, "on_batch_end")  # type: ignore[method-assign]
-    refused(ConfigurationError, r"WithCallback\.on_batch_end", fitted, tmp_path, model)
+    raises(ConfigurationError, r"WithCallback\.on_batch_end", fitted, tmp_path, model)
     model.configure_callbacks = lambda: [stateful(), stateful()]  # type: ignore[method-assign]
-    refused(ConfigurationError, "Stateful", fitted, tmp_path, model)
+    raises(ConfigurationError, "Stateful", fitted, tmp_path, model)
     model.configure_callbacks = lambda: saving  # type: ignore[method-assign]
     assert fitted(tmp_path, model, enable_checkpointing=True).callbacks == [saving]
     model._trainer = None

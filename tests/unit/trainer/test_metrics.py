@@ -19,7 +19,7 @@ from rankwise.strategies import SingleDeviceStrategy, Strategy
 from rankwise.trainer import Trainer
 from rankwise.trainer.metrics.metric_objects import is_metric_object, merged_states, metric_objects, states_of
 from rankwise.trainer.metrics.results import Results
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.unit.trainer.helpers import Line, fitted, loader, saving_each_step, trainer, with_second_rank
 
 
@@ -225,7 +225,7 @@ def test_one_name_with_different_options(first: dict[str, Any], second: dict[str
     with pytest.raises(ConfigurationError, match=r"(?s)'x' is logged in two ways.*log\('x'\) now has"):
         results.log("x", 1.0, **second)
     results = logged((1, 1.0), is_evaluation=False, on_step=True, on_epoch=True)
-    refused(ConfigurationError, "'x_epoch' is logged in two ways", results.log, "x_epoch", 1.0)
+    raises(ConfigurationError, "'x_epoch' is logged in two ways", results.log, "x_epoch", 1.0)
 
 
 def test_ranks_with_different_options() -> None:
@@ -360,7 +360,7 @@ def test_options_that_metric_objects_do_not_have(options: dict[str, Any], tmp_pa
     """A metric object is reduced over ranks and batches in its own way; the error says so."""
     model = WithObject()
     model.options = options
-    refused(ConfigurationError, "computed over all ranks", trainer(tmp_path).fit, model, loader())
+    raises(ConfigurationError, "computed over all ranks", trainer(tmp_path).fit, model, loader())
 
 
 class Validated(Line):
@@ -440,7 +440,7 @@ def test_metric_objects_outside_of_the_module(tmp_path: Path) -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("squared", self.total**2)
 
-    refused(ConfigurationError, r"(?s)not part of Composing.*__init__", fitted, tmp_path, Composing())
+    raises(ConfigurationError, r"(?s)not part of Composing.*__init__", fitted, tmp_path, Composing())
 
 
 def test_metric_objects_that_are_logged_once(tmp_path: Path) -> None:

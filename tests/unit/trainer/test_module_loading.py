@@ -24,7 +24,7 @@ from rankwise.errors import (
 )
 from rankwise.trainer.module_loading import _where_saved
 from tests.helpers.needs import need_package
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.unit.trainer.helpers import Line, fitted, loader, saved
 
 
@@ -174,7 +174,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     torch.save({"weights": 1}, tmp_path / "x.ckpt")
     with pytest.raises(CheckpointError, match=r"holds no 'state_dict', but \['weights'\]"):
         Line.load_from_checkpoint(tmp_path / "x.ckpt")
-    refused(InvalidTypeError, "checkpoint_path", Line.load_from_checkpoint, 3)
+    raises(InvalidTypeError, "checkpoint_path", Line.load_from_checkpoint, 3)
     with pytest.raises(CheckpointError, match="its hyperparameters cannot be restored"):
         Line.load_from_checkpoint(written(tmp_path, hyper_parameters=3))
     path = written(tmp_path, hyper_parameters={"net": nn.Linear(1, 1)})
@@ -182,7 +182,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         CheckpointError, match=r"torch.nn.modules.linear.Linear(?s:.*)add_safe_globals\(\[Linear\]"
     ):
         Line.load_from_checkpoint(path)
-    refused(InvalidArgumentError, "weights_only=False", Line.load_from_checkpoint, path, weights_only=False)
+    raises(InvalidArgumentError, "weights_only=False", Line.load_from_checkpoint, path, weights_only=False)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from rankwise.callbacks import (
 from rankwise.errors import InvalidArgumentError, MissingAttributeError
 from rankwise.loggers import CSVLogger
 from rankwise.trainer.state import RunningStage, TrainerFn
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.unit.trainer.helpers import Failing, Line, Stream, fitted, loader, samples, trainer
 
 
@@ -127,7 +127,7 @@ def test_the_state(tmp_path: Path) -> None:
     assert (train.state.fn, train.state.status, train.state.stopped) == (None, "initializing", False)
     train.validate(Line(), loader())
     assert (train.state.fn, train.state.status, train.interrupted) == ("validate", "finished", False)
-    refused(ValueError, "broken", train.fit, Failing(), loader())
+    raises(ValueError, "broken", train.fit, Failing(), loader())
     assert seen == ["fit running"]
     assert (train.state.fn, train.state.status, train.state.finished) == ("fit", "interrupted", False)
     assert (train.interrupted, train.state.stopped, train.received_sigterm) == (True, True, False)
@@ -201,9 +201,9 @@ def test_attributes_of_lightnings(tmp_path: Path) -> None:
         for name in absent:
             with pytest.raises(MissingAttributeError, match=rf"^Trainer has no {name}\.\n  Fix: trainer\."):
                 getattr(train, name)
-            refused(MissingAttributeError, name, setattr, train, name, 1)
+            raises(MissingAttributeError, name, setattr, train, name, 1)
     for name in ("devices", "_accelerator_connector", "_data_connector", "_logger_connector", "_results"):
-        refused(MissingAttributeError, rf"(?s)Trainer has no {name}\..*Fix: trainer\.", getattr, train, name)
+        raises(MissingAttributeError, rf"(?s)Trainer has no {name}\..*Fix: trainer\.", getattr, train, name)
 
 
 def test_values_of_the_strategy(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from rankwise import DataModule
 from rankwise.callbacks import Callback, ModelCheckpoint
 from rankwise.errors import CheckpointError, ConfigurationError, InvalidTypeError
 from rankwise.trainer.data.data_module import TRANSFER_HOOKS, DataHooks, prepares_data
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.unit.trainer.helpers import Line, Stream, calls_in, fitted, loader, noting, samples, trainer
 
 
@@ -98,7 +98,7 @@ def test_lightnings_order(tmp_path: Path) -> None:
     seen.clear()
     runs.validate(Line(), loader(8, 4))
     assert [each for each in seen if each[0] == "d"] == ["d prepare_data", "d setup", "d teardown"]
-    refused(ValueError, "bad batch", runs.fit, noting(Failing(), "m", ALL, seen), data)
+    raises(ValueError, "bad batch", runs.fit, noting(Failing(), "m", ALL, seen), data)
     assert seen[-5:] == calls_in(FAILED)
 
 
@@ -122,24 +122,24 @@ def test_without_a_trainer() -> None:
     assert copied.hparams == {"batch_size": 4}
     moved = copied.transfer_batch_to_device([torch.ones(1)], torch.device("cpu"), 0)
     assert moved == [torch.ones(1)]
-    refused(ConfigurationError, r"not define train_dataloader\(\)", DataModule().train_dataloader)
+    raises(ConfigurationError, r"not define train_dataloader\(\)", DataModule().train_dataloader)
 
 
 def test_what_is_refused_before_the_start(tmp_path: Path) -> None:
     """Loaders and a data module; none of the two; another object; a loader that is missing; an attribute."""
     runs, both = trainer(tmp_path), r"fit\(\) was given loaders and a data module"
-    refused(ConfigurationError, both, runs.fit, Line(), loader(), datamodule=Numbers())
-    refused(ConfigurationError, both, runs.fit, Line(), Numbers(), loader())
-    refused(InvalidTypeError, "datamodule", runs.fit, Line(), datamodule=loader())
-    refused(ConfigurationError, r"not define test_dataloader\(\)", runs.test, Line(), DataModule())
+    raises(ConfigurationError, both, runs.fit, Line(), loader(), datamodule=Numbers())
+    raises(ConfigurationError, both, runs.fit, Line(), Numbers(), loader())
+    raises(InvalidTypeError, "datamodule", runs.fit, Line(), datamodule=loader())
+    raises(ConfigurationError, r"not define test_dataloader\(\)", runs.test, Line(), DataModule())
     data = Numbers()
     data.train_dataloader = loader()  # type: ignore[method-assign, assignment]  # refused
-    refused(InvalidTypeError, r"Numbers\.train_dataloader", runs.fit, Line(), data)
+    raises(InvalidTypeError, r"Numbers\.train_dataloader", runs.fit, Line(), data)
     for owner in (Line(), Numbers()):  # to allow empty loaders on some ranks would have no effect
         vars(owner)["allow_zero_length_dataloader_with_multiple_devices"] = True
         arguments: Any = (owner, loader()) if isinstance(owner, Line) else (Line(), owner)
         expected = f"{type(owner).__name__}.allow_zero_length_.* has no effect"
-        refused(ConfigurationError, expected, runs.fit, *arguments)
+        raises(ConfigurationError, expected, runs.fit, *arguments)
     assert runs.datamodule is None
 
 
@@ -147,8 +147,8 @@ def test_what_is_refused_before_the_start(tmp_path: Path) -> None:
 def test_hooks_that_are_not_called(tmp_path: Path, name: str) -> None:
     """A data module with a hook that it does not have is refused, by name; so is one with other arguments."""
     odd, older = (type("Odd", (Numbers,), {hook: lambda self: None})() for hook in (name, "setup"))
-    refused(ConfigurationError, rf"Odd\.{name}\(\) would never be called", trainer(tmp_path).fit, Line(), odd)
-    refused(ConfigurationError, r"Odd\.setup\(\) cannot be called", trainer(tmp_path).fit, Line(), older)
+    raises(ConfigurationError, rf"Odd\.{name}\(\) would never be called", trainer(tmp_path).fit, Line(), odd)
+    raises(ConfigurationError, r"Odd\.setup\(\) cannot be called", trainer(tmp_path).fit, Line(), older)
 
 
 def test_the_modules_methods_that_a_data_module_replaces(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_from_datasets(tmp_path: Path) -> None:
     copied = pickle.loads(pickle.dumps(Numbers.from_datasets(samples(4), batch_size=2)))
     assert len(copied.train_dataloader()) == 2
     assert len(data.test_dataloader()) == 2  # the class's own
-    refused(InvalidTypeError, "val_dataset", DataModule.from_datasets, val_dataset=[3])
+    raises(InvalidTypeError, "val_dataset", DataModule.from_datasets, val_dataset=[3])
     model = Line()
     trainer(tmp_path).fit(model, DataModule.from_datasets(train_dataset=samples(4), batch_size=2))
     assert model.seen == ["train 0", "train 1"]
@@ -233,7 +233,7 @@ def test_other_states_and_hyperparameters(tmp_path: Path) -> None:
     data.state = {"count": None}
     runs = fitted(tmp_path, None, data, callbacks=ModelCheckpoint(dirpath=tmp_path))
     runs.save_checkpoint(path)
-    refused(CheckpointError, r"odd\.ckpt.*Odd", runs.test, Line(), data, ckpt_path=path)
+    raises(CheckpointError, r"odd\.ckpt.*Odd", runs.test, Line(), data, ckpt_path=path)
     with pytest.warns(UserWarning, match=r"Checkpoints will not have the hyperparameters function"):
         runs.fit(Line(), Odd(lambda: None))
 

@@ -16,7 +16,7 @@ from rankwise.trainer.data.stage_loaders import (
     loaders_in,
     shard_for_phase,
 )
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.unit.trainer.helpers import Line, WithSecondRank, loader, samples, trainer, with_second_rank
 
 
@@ -73,7 +73,7 @@ def test_shuffled_loaders_are_predicted_in_the_order_of_the_data(tmp_path: Path)
 def test_samples_that_the_user_splits_cannot_be_gathered() -> None:
     """Their order cannot be restored; loaders split by batches, or in an unknown way, are gathered."""
     check_can_be_gathered([LoaderShard([1], 1), LoaderShard(shard_for_prediction(loader(), 2, 0), 2)], 2)
-    refused(UnshardableLoaderError, "DistributedSampler", check_can_be_gathered, [LoaderShard(SPLIT, 2)], 2)
+    raises(UnshardableLoaderError, "DistributedSampler", check_can_be_gathered, [LoaderShard(SPLIT, 2)], 2)
 
 
 @pytest.mark.parametrize("phase", ["train", "validate", "test"])
@@ -116,7 +116,7 @@ def test_limit_of_predictions_is_of_the_whole(tmp_path: Path, limit: float) -> N
 
 def test_checked_before_anything_starts(tmp_path: Path) -> None:
     """A loader that cannot be split is refused beforehand."""
-    refused(UnshardableLoaderError, None, check_loaders, "fit", "train", [1, 2], trainer(tmp_path).options, 2)
+    raises(UnshardableLoaderError, None, check_loaders, "fit", "train", [1, 2], trainer(tmp_path).options, 2)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -156,7 +156,7 @@ def test_what_is_no_loader(tmp_path: Path, given: Any) -> None:
     """What cannot be iterated over is refused before anything starts; so is an object with loaders."""
     with pytest.raises(InvalidTypeError, match="expected a DataLoader, an iterable over batches"):
         trainer(tmp_path).test(Line(), given)
-    refused(InvalidTypeError, r"derive it from rankwise\.DataModule", trainer(tmp_path).fit, Line(), Data())
+    raises(InvalidTypeError, r"derive it from rankwise\.DataModule", trainer(tmp_path).fit, Line(), Data())
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])

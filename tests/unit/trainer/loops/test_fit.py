@@ -17,7 +17,7 @@ from rankwise.trainer import TrainingModule
 from rankwise.trainer.data.loader_shard import LoaderShard, TrainData
 from rankwise.trainer.loops.automatic import AutomaticOptimization
 from rankwise.trainer.loops.uneven_inputs import BatchSchedule
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.unit.trainer.helpers import Failing, Line, fitted, loader, samples, trainer, with_second_rank
 
 
@@ -236,7 +236,7 @@ def test_a_hook_that_is_switched_off(tmp_path: Path, of: str) -> None:
 
 def test_training_hooks_of_the_object(tmp_path: Path) -> None:
     """A method may be set on the object; None in its place is none, as is a method that nobody defines."""
-    refused(ConfigurationError, r"Line does not define train_dataloader\(\)", trainer(tmp_path).fit, Line())
+    raises(ConfigurationError, r"Line does not define train_dataloader\(\)", trainer(tmp_path).fit, Line())
     with pytest.raises(ConfigurationError, match=r"TrainingModule does not define test_step"):
         trainer(tmp_path).test(TrainingModule(), loader())
     model: Any = Line()
@@ -244,7 +244,7 @@ def test_training_hooks_of_the_object(tmp_path: Path) -> None:
     trainer(tmp_path, limit_train_batches=1).fit(model)
     assert model.seen == ["train 0"]
     model.train_dataloader = None
-    refused(ConfigurationError, r"Line does not define train_dataloader\(\)", trainer(tmp_path).fit, model)
+    raises(ConfigurationError, r"Line does not define train_dataloader\(\)", trainer(tmp_path).fit, model)
     model.training_step = None
     with pytest.raises(ConfigurationError, match=r"Line does not define training_step\(\)"):
         trainer(tmp_path).fit(model, loader())
@@ -290,7 +290,7 @@ def test_data_without_a_batch(tmp_path: Path, epochs: int) -> None:
     """A generator that is used up in the first epoch is an error in the second one, not an endless fit."""
     train = trainer(tmp_path, max_epochs=2)
     batches = iter(list(loader())) if epochs == 2 else iter([])
-    refused(ConfigurationError, "The training loader has no batch for this epoch", train.fit, Line(), batches)
+    raises(ConfigurationError, "The training loader has no batch for this epoch", train.fit, Line(), batches)
     assert train.current_epoch == epochs - 1
 
 
@@ -325,7 +325,7 @@ def test_exception(tmp_path: Path) -> None:
         teardown=lambda *arguments: seen.append(arguments[-1]),
     )
 
-    refused(ValueError, "broken", trainer(tmp_path, callbacks=callback).fit, Failing(), loader())
+    raises(ValueError, "broken", trainer(tmp_path, callbacks=callback).fit, Failing(), loader())
     assert seen == ["broken", "fit"]
 
 
@@ -352,7 +352,7 @@ def test_none_with_other_ranks(tmp_path: Path) -> None:
     model, share = Line(), TrainData([LoaderShard([], 0)], 0, 1.0, train.strategy)
     schedule = BatchSchedule(train.strategy, model, share, "error")
     optimization = AutomaticOptimization(train.enter_stage(train.strategy, model, "fit"), schedule)
-    refused(ConfigurationError, "returned None", optimization._loss_of, None, 3)
+    raises(ConfigurationError, "returned None", optimization._loss_of, None, 3)
 
 
 def test_second_fit_goes_on(tmp_path: Path) -> None:
@@ -414,7 +414,7 @@ def test_nothing_to_optimise(tmp_path: Path, returned: Any) -> None:
 def test_facts_of_the_module(tmp_path: Path) -> None:
     """A module knows its trainer's facts; before there is a trainer it says so."""
     model = Line()
-    refused(LifecycleError, r"Trainer\(\.\.\.\)\.fit", model.log, "loss", 1.0)
+    raises(LifecycleError, r"Trainer\(\.\.\.\)\.fit", model.log, "loss", 1.0)
     trainer(tmp_path).fit(model, loader())
     assert (model.global_rank, model.local_rank, model.current_epoch, model.global_step) == (0, 0, 1, 4)
     assert isinstance(model.optimizers(), torch.optim.SGD)

@@ -12,7 +12,7 @@ from torch.optim import SGD, Optimizer
 from rankwise.callbacks import Callback
 from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.trainer.module import TrainerOptimizer
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.unit.gradient_sync.helpers import step_by_hand
 from tests.unit.trainer.helpers import Line, calls_in, fitted, loader, noting, trainer
 
@@ -381,7 +381,7 @@ def test_schedulers_of_ones_own(tmp_path: Path) -> None:
     longer = trainer(tmp_path, max_epochs=3)
     longer.fit(Stepped(), loader(), ckpt_path=tmp_path / "own.ckpt")
     assert longer.lr_scheduler_configs[0].scheduler.steps == [0, 1, 2]
-    refused(InvalidTypeError, "lr_scheduler_step", trainer(tmp_path).fit, WithHalving(), loader())
+    raises(InvalidTypeError, "lr_scheduler_step", trainer(tmp_path).fit, WithHalving(), loader())
 
 
 # ------------------------------------------------------------------ batches and modes
@@ -456,7 +456,7 @@ def test_modes_after_an_exception(tmp_path: Path) -> None:
             raise AssertionError
 
     model = Failing()
-    refused(ValueError, "broken", trainer(tmp_path).validate, model, loader(2))
+    raises(ValueError, "broken", trainer(tmp_path).validate, model, loader(2))
     assert model.layer.training
 
 

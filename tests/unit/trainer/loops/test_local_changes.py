@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from rankwise.errors import ConfigurationError, RankMismatchError
 from rankwise.gradient_sync.tensor_hooks import call_hooks, hooks_kept
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.unit.gradient_sync.helpers import FEATURES, Sums, assert_each, fit_alone, fit_on_ranks
 
 BATCH = 12
@@ -59,7 +59,7 @@ class Limited(Sums):
 @pytest.mark.parametrize("make", [Limited, partial(Limited, nn.EmbeddingBag), partial(Limited, is_late=True)])
 def test_embeddings_with_max_norm(make: Callable[[], Limited]) -> None:
     """The forward pass changes the rows of the rank's own batch: refused on several ranks, by name."""
-    refused(ConfigurationError, r"max_norm of an embedding(?s:.*) rows(?s:.*)torch\.renorm", fit, make, 2)
+    raises(ConfigurationError, r"max_norm of an embedding(?s:.*) rows(?s:.*)torch\.renorm", fit, make, 2)
     assert fit(Limited, 1).numel()  # one process may have them
 
 
@@ -77,7 +77,7 @@ class Accumulating(Sums):
 
 def test_a_step_in_the_backward_pass() -> None:
     """It uses the rank's own gradient: refused on several ranks, by name."""
-    refused(ConfigurationError, r"register_post_accumulate(?s:.*)net\.0\.weight", fit, Accumulating, 3)
+    raises(ConfigurationError, r"register_post_accumulate(?s:.*)net\.0\.weight", fit, Accumulating, 3)
     assert fit(Accumulating, 1).numel()
 
 
@@ -230,7 +230,7 @@ class Lazy(Sums):
 
 def test_lazy_parameters() -> None:
     """They are named, with the way out, which works."""
-    refused(ConfigurationError, r"lazy(?s:.*)net\.0\.weight(?s:.*)dummy batch", fit, Lazy, 2)
+    raises(ConfigurationError, r"lazy(?s:.*)net\.0\.weight(?s:.*)dummy batch", fit, Lazy, 2)
     modules = [Lazy(runs_first=True) for _ in range(2)]
     fit(iter(modules).__next__, 2)
     assert [tuple(each.shape) for each in modules[0].parameters()] == [(4, FEATURES), (4,), (1, 4), (1,)]
@@ -251,7 +251,7 @@ class Checkpointed(Sums):
 @pytest.mark.parametrize("mode", ["single_auto_sync", "multi_auto_sync"])
 def test_reentrant_checkpointing(mode: str) -> None:
     """DDP averages the parameter's gradient before all of it is there: the comparison of ranks finds it."""
-    refused(RankMismatchError, r"net\.0\.bias", fit, Checkpointed, 2, {"sync_mode": mode})
+    raises(RankMismatchError, r"net\.0\.bias", fit, Checkpointed, 2, {"sync_mode": mode})
 
 
 class CheckpointedOnce(Checkpointed):

@@ -12,7 +12,7 @@ from rankwise.errors import ConfigurationError, InvalidArgumentError, LifecycleE
 from rankwise.precision import MasterWeightsPrecision, MixedPrecision
 from rankwise.strategies import SingleDeviceStrategy
 from rankwise.trainer.module import TrainerOptimizer
-from tests.helpers.refusals import refused
+from tests.helpers.raising import raises
 from tests.unit.gradient_sync.helpers import fit_on_ranks, registering, step_by_hand
 from tests.unit.trainer.helpers import Line, WithTwoOptimizers, fitted, loader, saved, trainer
 
@@ -320,7 +320,7 @@ def test_hooks_of_the_wrapper_with_logged_weights(name: str) -> None:
         return fit_on_ranks([Weighted(), Weighted()], loader(), options, registering(hook))
 
     if name == "powersgd":
-        refused(ConfigurationError, "PowerSGDMemory cannot be used in manual optimisation", fit, name)
+        raises(ConfigurationError, "PowerSGDMemory cannot be used in manual optimisation", fit, name)
         return
     first, second = fit(name)
     assert torch.equal(first, second)
@@ -335,8 +335,8 @@ def test_calls_outside_of_it(tmp_path: Path) -> None:
             self.manual_backward(self.loss(batch))
 
     model, train = Confused(), trainer(tmp_path)
-    refused(LifecycleError, "automatic_optimization = False", train.fit, model, loader())
-    refused(LifecycleError, None, model.no_backward_sync)
+    raises(LifecycleError, "automatic_optimization = False", train.fit, model, loader())
+    raises(LifecycleError, None, model.no_backward_sync)
 
 
 def test_another_clipping_algorithm(tmp_path: Path) -> None:
@@ -346,7 +346,7 @@ def test_another_clipping_algorithm(tmp_path: Path) -> None:
         def training_step(self, batch: Any, batch_idx: int) -> None:
             self.clip_gradients(self.optimizers()[0], 1.0, "l2")
 
-    refused(InvalidArgumentError, "gradient_clip_algorithm", trainer(tmp_path).fit, Clipping(), loader())
+    raises(InvalidArgumentError, "gradient_clip_algorithm", trainer(tmp_path).fit, Clipping(), loader())
 
 
 @pytest.mark.parametrize("weighting", ["samples", "logged"])
