@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, final
@@ -336,22 +336,20 @@ class LoopContext:
         is_read = self.hooks.is_before_metrics(hook)
         values = results.values_so_far(self.strategy, is_read=is_read)
         if is_read:
-            self.publish(values, is_logged=False)
+            self.publish(values)
 
-    def publish(self, values: list[Reported], *, is_logged: bool) -> None:
-        """Show metrics to callbacks and the progress bar, and with `is_logged` to rank 0's loggers."""
-        if not values:
-            return
+    def publish(self, values: Iterable[Reported], logged: Iterable[Reported] = ()) -> None:
+        """Show metrics to callbacks and the progress bar, and those in `logged` to rank 0's loggers."""
         metrics, progress = self.state.metrics, self.state.progress
         for value in values:
             metrics.callback[value.name] = metrics.callback[value.base_name] = value.value
             if value.prog_bar:
                 metrics.progress_bar[value.name] = value.value
-        logged = {value.name: value.value for value in values if value.logger}
-        metrics.logged.update(logged)
-        if is_logged:
-            step = progress.counted_steps - (1 if self.stage.name == "fit" else 0)
-            self.log(logged, max(0, step), {"epoch": progress.current_epoch})
+            if value.logger:
+                metrics.logged[value.name] = value.value
+        step = progress.counted_steps - (1 if self.stage.name == "fit" else 0)
+        numbers = {value.name: value.value for value in logged if value.logger}
+        self.log(numbers, max(0, step), {"epoch": progress.current_epoch})
 
     def log(self, values: Mapping[str, Tensor], step: int, others: Mapping[str, float] | None = None) -> None:
         """Give values, if there are any, to rank 0's loggers, with `others`; one named "step" replaces it."""

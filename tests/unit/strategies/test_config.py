@@ -38,6 +38,7 @@ from rankwise.strategies import (
     SingleDeviceStrategy,
     Strategy,
 )
+from tests.helpers.raising import raises
 
 BOTH = pytest.mark.parametrize("cls", [DDPStrategy, SingleDeviceStrategy])
 
@@ -154,13 +155,10 @@ def test_ranks_that_nobody_starts_or_others_have(monkeypatch: pytest.MonkeyPatch
 )
 def test_names_are_checked_at_once(cls: type[Strategy], argument: str, value: object, text: str) -> None:
     """An unknown accelerator or environment is an error of the constructor and of `with_`."""
-    with pytest.raises(RankwiseError, match=text):
-        cls(**{argument: value})  # type: ignore[arg-type]  # wrong on purpose
-    with pytest.raises(RankwiseError, match=text):
-        cls().with_(**{argument: value})
+    raises(RankwiseError, text, cls, **{argument: value})
+    raises(RankwiseError, text, cls().with_, **{argument: value})
     elsewhere = cls(accelerator="cuda", cluster_environment="slurm")  # of these, `bind` asks more
-    with pytest.raises(ConfigurationError):
-        elsewhere.bind()
+    raises(ConfigurationError, None, elsewhere.bind)
 
 
 def test_single_device_is_single() -> None:
@@ -273,8 +271,7 @@ root_device environment launcher runs_in_caller distributed_sampler_kwargs"""
 @pytest.mark.parametrize("name", FACTS.split())
 def test_facts_need_bind(name: str) -> None:
     """Before `bind` a fact is a `LifecycleError` about the attribute that was read, not a guess."""
-    with pytest.raises(LifecycleError, match="bind"):
-        getattr(DDPForkStrategy(accelerator="cpu", devices=2), name)
+    raises(LifecycleError, "bind", getattr, DDPForkStrategy(accelerator="cpu", devices=2), name)
     with pytest.raises(LifecycleError, match="root_device was read in state 'configured'"):
         DDPStrategy().root_device  # noqa: B018  the property raises
 
@@ -284,8 +281,7 @@ def test_the_number_of_nodes_is_an_argument() -> None:
     strategy = SingleDeviceStrategy(accelerator="cpu")
     strategy.bind()
     for name in ("ranks", "world_size", "environment", "runs_in_caller", "worker"):
-        with pytest.raises(AttributeError, match=f"{name!r} cannot be set"):
-            setattr(strategy, name, 2)
+        raises(AttributeError, f"{name!r} cannot be set", setattr, strategy, name, 2)
     message = r"'num_nodes' cannot be set: .* Write DDPForkStrategy\(num_nodes=2\), or bind\(num_nodes=2\)\."
     with pytest.raises(AttributeError, match=message):
         DDPForkStrategy(accelerator="cpu", devices=2).num_nodes = 2  # on purpose
@@ -321,8 +317,7 @@ def test_a_single_device_strategy_runs_here() -> None:
     assert strategy.launch(lambda strategy: value) is value
     assert strategy.runs_in_caller
     assert strategy.results == {0: value}
-    with pytest.raises(LifecycleError, match="in a job"):
-        strategy.launch(lambda running: Trainer(strategy=running))
+    raises(LifecycleError, "in a job", strategy.launch, lambda running: Trainer(strategy=running))
     assert strategy.launch(lambda running: running.job.worker.ranks) == strategy.ranks
 
 
@@ -345,8 +340,7 @@ def test_a_precision_that_cannot_be_copied() -> None:
     precision = LockedPrecision()
     strategy = SingleDeviceStrategy(precision=precision)
     assert trainer_of(strategy, plugins=[TorchCheckpointIO()]).strategy.precision is precision
-    with pytest.raises(ConfigurationError, match="contradict each other"):
-        trainer_of(strategy, precision="64-true")
+    raises(ConfigurationError, "contradict each other", trainer_of, strategy, precision="64-true")
     strategy = SingleDeviceStrategy(precision=LockedPrecision())
     assert trainer_of(strategy).strategy is strategy
     with pytest.raises(ConfigurationError, match=r"LockedPrecision\('32-true'\) cannot be copied.*\n.*lock"):

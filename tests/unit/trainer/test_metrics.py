@@ -20,7 +20,15 @@ from rankwise.trainer import Trainer
 from rankwise.trainer.metrics.metric_objects import is_metric_object, merged_states, metric_objects, states_of
 from rankwise.trainer.metrics.results import Results
 from tests.helpers.raising import raises
-from tests.unit.trainer.helpers import Line, fitted, loader, saving_each_step, trainer, with_second_rank
+from tests.unit.trainer.helpers import (
+    Line,
+    Recording,
+    fitted,
+    loader,
+    saving_each_step,
+    trainer,
+    with_second_rank,
+)
 
 
 @pytest.fixture
@@ -250,6 +258,22 @@ def logging_in(hook: str) -> Line:
     module = Line()
     setattr(module, hook, lambda *_: module.log("late", 2.0))
     return module
+
+
+@pytest.mark.parametrize("resumed_at", [1, 3])
+def test_values_that_few_steps_log(resumed_at: int, tmp_path: Path) -> None:
+    """Loggers get a step's value at the next step that they get, and up to the epoch's end; resumed or not."""
+    model, loggers = Line(), (Recording(), Recording())
+    model.on_train_batch_start = lambda batch, batch_idx: (  # type: ignore[method-assign]
+        batch_idx or model.log_dict({"first": 5.0, f"of epoch {model.current_epoch}": 6.0}, logger=True)
+    )
+    options: dict[str, Any] = {"max_epochs": 2, "log_every_n_steps": 2}
+    fitted(tmp_path, model, callbacks=saving_each_step(tmp_path), logger=loggers[0], **options)
+    fitted(tmp_path, model, logger=loggers[1], ckpt_path=tmp_path / f"{resumed_at}.ckpt", **options)
+    whole, resumed = ([(step, sorted(found)) for step, found in each.metrics] for each in loggers)
+    names = [sorted(["epoch", "first", "loss", f"of epoch {epoch}"]) for epoch in (0, 1)]
+    assert whole == [(1, names[0]), (3, names[0]), (5, names[1]), (7, names[1])]
+    assert resumed == whole[resumed_at // 2 :]
 
 
 def test_logging_before_the_first_epoch(tmp_path: Path) -> None:

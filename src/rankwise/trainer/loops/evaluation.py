@@ -102,7 +102,7 @@ class EvaluationLoop:
             values = results.epoch_values(context.strategy)
             if not context.stage.is_sanity_check:
                 self._publish_steps(results.steps)
-            context.publish(values, is_logged=not context.stage.is_sanity_check)
+            context.publish(values, () if context.stage.is_sanity_check else values)
             if stopping is not None:
                 context.state.progress.is_validated = True
         return [

@@ -186,7 +186,7 @@ class FitLoop:
 
     def _end_metrics(self) -> None:
         values = self._results.epoch_values(self._strategy, is_continued=not self._progress.is_epoch_done)
-        self._context.publish(values, is_logged=True)
+        self._context.publish(values, values)
         self._progress.is_epoch_closed = True
 
     def _run_batch(self, batch: Any, batch_idx: int, is_last: bool, is_window_end: bool) -> bool:
@@ -212,7 +212,7 @@ class FitLoop:
             self._look_for_validation(batch_idx, is_last)
         publish = self._publish_step if is_window_end else None
         if self._hooks.is_before_metrics("on_train_batch_end"):
-            self._context.publish(self._results.own_step_values(self._strategy), is_logged=False)
+            self._context.publish(self._results.own_step_values(self._strategy))
         self._hooks.call("on_train_batch_end", outputs, batch, batch_idx, before_monitoring=publish)
         self._results.end_batch()
         if is_window_end:
@@ -272,7 +272,7 @@ class FitLoop:
     def _publish_step(self) -> None:
         is_logged = self._progress.counted_steps % self._settings.log_every_n_steps == 0
         values = self._results.step_values(self._strategy, is_checked=is_logged)
-        self._context.publish(values, is_logged=is_logged)
+        self._context.publish(values, self._results.latest_steps.values() if is_logged else ())
         if self._optimization.has_stepped:
             self._step_schedulers("step", needs_metric=True)
 

@@ -112,7 +112,7 @@ class LoggedNumber:
 
     def state(self) -> dict[str, Any]:
         total = torch.as_tensor(self.total, dtype=torch.double, device="cpu")
-        own = replace(self, last=self.last.cpu(), total=total, is_fresh=False, is_restored=True)
+        own = replace(self, last=self.last.cpu(), total=total, is_restored=True)
         return {**vars(own), "options": self.options._asdict()}
 
     def part(self) -> Part:

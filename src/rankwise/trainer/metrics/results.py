@@ -80,6 +80,7 @@ class Results:
         self.is_open = True  # values can still be logged
         self.object_states: States = {}  # before the reset, for a fit that continues the epoch
         self.steps: list[StepOfEvaluation] = []  # of an evaluation, once `epoch_values` has reduced them
+        self.latest_steps: dict[str, Reported] = {}  # the last of each name that `step_values` has returned
         self._module = module
         self._global_rank = global_rank
         self._num_batches = 0
@@ -90,7 +91,7 @@ class Results:
         self._suffix = ""
         self._position: tuple[int, int] | None = None  # of the last batch: its loader, its number there
         self._synced: dict[str, Options] | None = None  # how step values are reduced; None before the first
-        self._state: dict[str, dict[str, Any]] | None = None  # that a later fit continues from
+        self._state: dict[str, Any] | None = None  # that a later fit continues from
         self._metrics: dict[str, LoggedNumber] = {}
         self._objects: dict[str, _LoggedObject] = {}
         self._object_steps: dict[str, LoggedNumber] = {}  # the values that metric objects had in steps
@@ -293,11 +294,12 @@ class Results:
         """Exclude values logged from here on from the state: a later fit ends the epoch again."""
         self._state = self.state_dict()
 
-    def state_dict(self) -> dict[str, dict[str, Any]]:
+    def state_dict(self) -> dict[str, Any]:
         """Return all that was logged so far, as plain types and CPU tensors; metric objects by name."""
         if self._state is not None:
             return self._state
         names = {id(metric): name for name, metric in metric_objects(self._module).items()}
+        steps = [each._replace(value=each.value.cpu()) for each in self.latest_steps.values()]
         return {
             "numbers": {name: metric.state() for name, metric in self._metrics.items()},
             "objects": {
@@ -305,9 +307,10 @@ class Results:
                 for name, logged in self._objects.items()
                 if id(logged.metric) in names
             },
+            "steps": [each._asdict() for each in steps],
         }
 
-    def add_state_dict(self, state_dict: dict[str, dict[str, Any]]) -> None:
+    def add_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Add what another instance's `state_dict` returned."""
         for name, state in state_dict["numbers"].items():
             added = LoggedNumber(**{**state, "options": Options(**state["options"])})
@@ -315,6 +318,8 @@ class Results:
                 self._metrics[name].merge(added.total, added.weight)
             else:
                 self._metrics[name] = added
+        for step in state_dict["steps"]:
+            self.latest_steps.setdefault(step["name"], Reported(**step))
         own = metric_objects(self._module)
         for name, (dotted_name, options) in state_dict["objects"].items():
             if dotted_name in own:
@@ -340,7 +345,9 @@ class Results:
             values.update(self._synced_steps(strategy, synced, is_checked=is_checked))
         for name in fresh.keys() & values.keys():
             fresh[name].is_fresh = False
-        return self._reported(values, "_step", self._synced or {})
+        reported = self._reported(values, "_step", self._synced or {})
+        self.latest_steps.update({each.name: each for each in reported})
+        return reported
 
     def own_step_values(self, strategy: Strategy) -> list[Reported]:
         """Return what `step_values` will, without the values that it reduces over the ranks."""

@@ -13,6 +13,7 @@ from rankwise import SingleDeviceStrategy, Trainer, TrainingModule
 from rankwise.callbacks import LambdaCallback
 from rankwise.data import CombinedLoader
 from rankwise.errors import ConfigurationError, InvalidTypeError
+from tests.helpers.raising import raises
 from tests.unit.trainer.helpers import Stream, saving_each_step, trainer
 
 
@@ -229,12 +230,9 @@ def test_in_evaluation(tmp_path: Path) -> None:
 )
 def test_what_is_refused(tmp_path: Path, stage: str, loaders: Any, options: Any, message: str) -> None:
     """Combinations that a stage does not have are refused by name, and so is what cannot be iterated over."""
-    with pytest.raises(InvalidTypeError, match="dataloaders=3"):
-        trainer(tmp_path).fit(Sum(), {"a": numbers(0, 2), "b": 3})
+    raises(InvalidTypeError, "dataloaders=3", trainer(tmp_path).fit, Sum(), {"a": numbers(0, 2), "b": 3})
     model = Sum()
     model.test_step = lambda batch, batch_idx: None  # type: ignore[method-assign]  # as users do
-    with pytest.raises(ConfigurationError, match=message):
-        getattr(trainer(tmp_path, **options), stage)(model, loaders)
+    raises(ConfigurationError, message, getattr(trainer(tmp_path, **options), stage), model, loaders)
     model.train_dataloader = model.test_dataloader = lambda: loaders  # type: ignore[method-assign]  # as users do
-    with pytest.raises(ConfigurationError, match=message):
-        getattr(trainer(tmp_path, **options), stage)(model)
+    raises(ConfigurationError, message, getattr(trainer(tmp_path, **options), stage), model)
