@@ -117,11 +117,7 @@ class TwoHosts:
 
 
 def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
-    """Wait until something holds.
-
-    Raises:
-        RuntimeError: when it does not within `timeout_s` seconds.
-    """
+    """Wait until something holds; raise RuntimeError when it does not within `timeout_s` seconds."""
     deadline = time.monotonic() + timeout_s
     while not holds():
         if time.monotonic() > deadline:

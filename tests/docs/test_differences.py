@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from rankwise import Callback, DataModule, Fabric, StrategyRegistry, Trainer, TrainingModule
-from rankwise.compatibility.names import MISSING_HOOKS, MISSING_NAMES, TRAINER_ARGUMENTS
+from rankwise.compatibility.names import CALLBACK_METHODS, MISSING_HOOKS, MISSING_NAMES, TRAINER_ARGUMENTS
 from rankwise.errors import MissingNameError, RankwiseError
 from rankwise.trainer import hooks
 from tests.docs.test_migrating import PAGES, problems
@@ -125,6 +125,19 @@ def test_refused_hooks() -> None:
 def test_refused_methods(kind: str) -> None:
     """So is that of the methods that are refused in strategies and in what they, or a Trainer, are given."""
     assert two_columns(f"method of an? {kind}") == plain(MISSING_HOOKS[kind])
+
+
+def test_refused_methods_of_callbacks(pl: Any) -> None:
+    """So is that of callbacks, with each public method that a callback of Lightning has, and ours lacks."""
+    shown, own = two_columns("method of a callback"), importlib.import_module("rankwise.callbacks")
+    assert shown == {name: text for table in CALLBACK_METHODS.values() for name, text in plain(table).items()}
+    missing = {
+        name
+        for theirs, ours in ((getattr(pl.callbacks, each, None), getattr(own, each)) for each in own.__all__)
+        for name in (public(theirs) - public(ours) if isinstance(theirs, type) else ())
+        if inspect.isroutine(getattr(theirs, name)) and name not in shown
+    }
+    assert missing == set()
 
 
 def test_missing_names() -> None:

@@ -32,10 +32,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
 }
 """What each part of the package (a folder or file right under it) may import, beside itself."""
 
-HAVE_HOOKS = (
-    *("callbacks", "loggers", "trainer.data.data_module"),
-    *("trainer.hooks", "trainer.module"),
-)
+HAVE_HOOKS = (*("callbacks", "loggers", "trainer.data.data_module"), *("trainer.hooks", "trainer.module"))
 """Parts and modules with hooks that are called with the Trainer and its module: decision 16."""
 
 FOR_TYPES = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
@@ -286,10 +283,7 @@ def _length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def names_with_several_meanings(modules: Mapping[str, Module]) -> list[str]:
-    """Return the public names that are defined at the top level of several modules, and where.
-
-    Type variables do not count.
-    """
+    """Return the public names that several modules define at the top level, and where; no type variables."""
     homes: dict[str, list[str]] = {}
     for module in modules.values():
         for name in dict.fromkeys(name for node in module.tree.body for name in _names_defined(node)):

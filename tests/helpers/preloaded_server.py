@@ -34,11 +34,7 @@ _MS_BIND, _MS_REC, _MS_SLAVE = 0x1000, 0x4000, 0x80000  # mount(2)
 
 
 def serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Fork for every request.
-
-    Returns:
-        In a forked process the request and its streams; None at the end.
-    """
+    """Fork for every request; return the request and its streams in a fork, and None at the end."""
     running: dict[int, tuple[int, int]] = {}  # by pidfd: which request, and the process's id
     while True:
         ready = select.select([channel.fileno(), *running], [], [])[0]
@@ -232,10 +228,7 @@ _STARTED_WITH = python_path()
 
 
 def renew_what_imports_recorded() -> None:
-    """Set again what the imported modules recorded or drew when they were imported.
-
-    Python's `random` draws a seed after each fork by itself.
-    """
+    """Set again what imported modules recorded or drew; Python's `random` draws after each fork by itself."""
     tempfile.tempdir = None
     multiprocessing_process.ORIGINAL_DIR = str(Path.cwd())  # type: ignore[attr-defined]  # in no stub
     multiprocessing.current_process().authkey = os.urandom(32)

@@ -15,10 +15,7 @@ from tests.mutation.changes import Change, changes_of
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one file: the bytes from `begin` to `end` become `new`.
-
-    A test has to run one of `lines` to run what is changed.
-    """
+    """One change of a file, from `begin` to `end`; a test has to run one of `lines` to run it."""
 
     root: Path
     path: str

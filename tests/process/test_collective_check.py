@@ -48,10 +48,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("rendezvous", RENDEZVOUS)
 def test_a_mismatch_is_an_error_on_every_rank(rendezvous: str) -> None:
-    """Both ranks get the same text: what each of them called, and where.
-
-    Nothing was sent, so a rank that catches the error can continue.
-    """
+    """Both ranks get one text: what each called, and where; nothing was sent, so a rank can continue."""
     messages, others = results_of(mismatches, rendezvous)
     assert messages == others
     assert messages.pop("afterwards") == "no error: [2.0, 2.0, 2.0, 2.0]"

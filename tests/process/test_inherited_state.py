@@ -62,9 +62,7 @@ def caller() -> Iterator[Facts]:
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "method",
-    [
-        *first(2, ["fork", "elastic-fork", "spawn", "forkserver", "elastic-spawn", "elastic-forkserver"]),
-    ],
+    [*first(2, ["fork", "elastic-fork", "spawn", "forkserver", "elastic-spawn", "elastic-forkserver"])],
 )
 def test_ranks_begin_as_the_caller_is(method: str, caller: Facts) -> None:
     """Each rank has the caller's flags, and draws what the caller would draw; so do those of a second job."""

@@ -212,8 +212,7 @@ def fitted(ways: str, devices: int, ckpt_path: Path | None = None, **options: An
 
 
 @pytest.mark.parametrize(
-    ("ways", "devices"),
-    first(2, in_turn(["averaged", "blocked", "never cleared", "blocked first"], [1, 2])),
+    ("ways", "devices"), first(2, in_turn(["averaged", "blocked", "never cleared", "blocked first"], [1, 2]))
 )
 def test_a_checkpoint_has_the_gradients(ways: str, devices: int, tmp_path: Path) -> None:
     """A run that goes on between the batches of a window ends with the same weights."""

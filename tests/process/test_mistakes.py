@@ -113,10 +113,7 @@ class Normalizing(Regression):
 
 
 def test_a_last_batch_of_one_sample() -> None:
-    """BatchNorm's error says what to do; on several ranks it comes with other numbers of samples.
-
-    On one process it is torch's own, with a note.
-    """
+    """BatchNorm's error says what to do; on one process it is torch's own, with a note."""
     alone = quiet_trainer("single_device", 1, max_epochs=1)
     alone.fit(Normalizing(), loader(14, 3))  # 3, 3, 3, 3, 2
     with pytest.raises(ValueError, match="Expected more than 1 value") as on_one:

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, final
 
 from rankwise.checks import check_callable, check_choice, check_keywords
-from rankwise.errors import ConfigurationError, nearest
+from rankwise.errors import ConfigurationError, LifecycleError, nearest
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from rankwise.trainer import Trainer, TrainingModule
+
+_module_of_stage: ContextVar[TrainingModule | None] = ContextVar("module_of_stage", default=None)
+
+
+@contextmanager
+def logging_through(module: TrainingModule) -> Iterator[None]:
+    """Let callbacks log through a module in the block, in which its stage runs."""
+    token = _module_of_stage.set(module)
+    try:
+        yield
+    finally:
+        _module_of_stage.reset(token)
 
 
 class Callback:
@@ -34,6 +48,26 @@ class Callback:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
+
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Log a value in a hook, as the module's `log` does; see `TrainingModule.log`.
+
+        Raises:
+            LifecycleError: outside of a stage.
+        """
+        self.log_dict({name: value}, *args, **options)
+
+    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
+        """Log several values with the same options; see `log`."""
+        module = _module_of_stage.get()
+        if module is None:
+            raise LifecycleError(
+                f"{type(self).__name__}.log",
+                state="no stage",
+                needed="one that runs",
+                remedy="log in a hook, such as on_train_batch_end.",
+            )
+        module.log_dict(dictionary, *args, **options)
 
     def check_stage(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
         """Raise if this callback cannot work in a stage; called before any process of the stage starts."""

@@ -380,6 +380,11 @@ class ModelCheckpoint(MonitoringCallback):
         self.current_score = torch.tensor(score)
         return self.worst if math.isnan(score) else score
 
+    @property
+    def kth_value(self) -> Tensor | None:
+        """The score of the worst of the files that are kept; None if there are none."""
+        return self.best_k_models.get(self.kth_best_model_path)
+
     def _rank(self, path: str, score: float) -> str | None:
         """Add the new file to the kept ones; return the file that it replaces, if any."""
         self.best_k_models[path] = torch.tensor(score)

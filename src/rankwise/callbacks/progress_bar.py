@@ -8,6 +8,7 @@ import multiprocessing
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, final
@@ -22,7 +23,7 @@ LINE_INTERVAL_S = 10.0
 """The least time between two lines, if the output is not a terminal."""
 
 
-class ProgressBar(Callback):
+class ProgressBar(Callback, ABC):
     """Base class: show progress and the metrics that were logged with `prog_bar=True`.
 
     The bar of the last epoch stays on the screen, as do the bars of other stages. A subclass overrides
@@ -45,6 +46,7 @@ class ProgressBar(Callback):
         self._evaluation: Any = None
         self._line_s: float | None = None  # when the last line was written, or the stage began
 
+    @abstractmethod
     def make_bar(self, title: str, total: int | None, leave: bool) -> Any:
         """Return a bar with tqdm's `update(n)`, `set_postfix(metrics, refresh=False)`, `close()` and `leave`.
 
@@ -53,7 +55,6 @@ class ProgressBar(Callback):
             total: the number of batches; None if it is not known.
             leave: keep it on the screen when it is closed; the attribute `leave` may change until then.
         """
-        raise NotImplementedError
 
     def make_lines(self, title: str, total: int | None, leave: bool, write: Callable[[str], object]) -> Any:
         """Return a bar for an output that cannot move the cursor; `write` gets one line at a time."""

@@ -277,6 +277,73 @@ MISSING_HOOKS: Mapping[str, Mapping[str, str]] = {
 }
 """Methods of Lightning's classes (1.x and 2.x) that rankwise never calls, by the kind of class."""
 
+_MAKE_BAR = "make_bar(self, title, total, leave), which returns the bar."
+_STOP = "trainer.should_stop = True in a hook of a Callback."
+_AVERAGE = "WeightAveraging(avg_fn=...), or a Callback of yours."
+_CHECKPOINT_IO = "save_checkpoint and remove_checkpoint of a CheckpointIO: Trainer(plugins=[...])."
+
+CALLBACK_METHODS: Mapping[str, Mapping[str, str]] = {
+    "EarlyStopping": _for_each(
+        {"_evaluate_stopping_criteria _run_early_stopping_check _validate_condition_metric": _STOP}
+    ),
+    "GradientAccumulationScheduler": _for_each(
+        {
+            "get_accumulate_grad_batches going_to_accumulate_grad_batches": "the argument scheduling, "
+            "which has a number of batches for each epoch."
+        }
+    ),
+    "LearningRateMonitor": {"_extract_stats": "a Callback of yours that reads trainer.optimizers."},
+    "ModelCheckpoint": _for_each(
+        {
+            "format_checkpoint_name": 'ModelCheckpoint(filename="{epoch}-{val_loss:.2f}").',
+            "check_monitor_top_k _update_best_and_save": "is_better(self, score, other, min_delta=0.0).",
+            "_save_checkpoint _save_last_checkpoint _save_topk_checkpoint _save_monitor_checkpoint "
+            "_save_none_monitor_checkpoint _remove_checkpoint file_exists": _CHECKPOINT_IO,
+            "_should_skip_saving_checkpoint _should_save_on_train_epoch_end": "the arguments every_n_epochs, "
+            "every_n_train_steps and save_on_train_epoch_end.",
+            "to_yaml": "write best_k_models yourself, in on_fit_end.",
+        }
+    ),
+    "ModelSummary": {"summarize": "a Callback of yours that prints in on_fit_start."},
+    "ProgressBar": _for_each(
+        {
+            "init_train_tqdm init_validation_tqdm init_test_tqdm init_predict_tqdm init_sanity_tqdm "
+            "configure_columns train_description validation_description test_description "
+            "predict_description sanity_check_description": _MAKE_BAR,
+            "get_metrics": "self.log(name, value, prog_bar=True) in the module: the bar shows these.",
+            "disable enable is_disabled is_enabled": "Trainer(enable_progress_bar=False).",
+            "print": "self.print(...) in the module.",
+            "refresh has_dataloader_changed reset_dataloader_idx_tracker": "leave it out: the bar does it.",
+        }
+    ),
+    "StochasticWeightAveraging": _for_each(
+        {
+            "avg_fn update_parameters transfer_weights reset_momenta reset_batch_norm_and_save_state "
+            "pl_module_contains_batch_norm": _AVERAGE
+        }
+    ),
+    "Timer": _for_each({"start_time end_time": "time_elapsed().", "_check_time_remaining": _STOP}),
+}
+"""Methods of Lightning's callbacks that rankwise never calls, by the base class of a user's callback."""
+
+_EMPTY_LOADERS = {
+    "allow_zero_length_dataloader_with_multiple_devices": "leave it out: an empty loader of some ranks is an "
+    'error on all; Trainer(uneven_inputs="join") lets ranks have fewer batches than others.'
+}
+SETTINGS: Mapping[str, Mapping[str, str]] = {
+    "module": _EMPTY_LOADERS,
+    "datamodule": _EMPTY_LOADERS,
+    "ModelCheckpoint": _for_each(
+        {
+            "CHECKPOINT_EQUALS_CHAR CHECKPOINT_JOIN_CHAR FILE_EXTENSION STARTING_VERSION": "ModelCheckpoint("
+            'filename="{epoch}-{val_loss:.2f}", auto_insert_metric_name=False).',
+            "CHECKPOINT_NAME_LAST": 'leave it out: ckpt_path="last" finds last.ckpt.',
+        }
+    ),
+    "ProgressBar": {"BAR_FORMAT": _MAKE_BAR},
+}
+"""Attributes that change what Lightning does, and have no effect in rankwise, by the kind of object."""
+
 _NO_CLI = "build the Trainer in code; jsonargparse's CLI, Hydra and argparse can call it."
 _NO_PLUGIN = "derive from DDPStrategy, or from Strategy: Trainer(strategy=MyDDP())."
 _MODEL_SHARDING = 'Trainer(strategy="ddp"): models that are split over devices are out of scope.'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import logging
 import sys
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from rankwise import checks
 from rankwise.callbacks import Callback, MonitoringCallback
-from rankwise.compatibility.names import MISSING_HOOKS
+from rankwise.compatibility.names import CALLBACK_METHODS, MISSING_HOOKS, SETTINGS
 from rankwise.errors import ConfigurationError
 from rankwise.loggers import Logger
+from rankwise.ranks import warn
 from rankwise.trainer.data import DataModule
 from rankwise.trainer.data.data_module import TRANSFER_HOOKS, is_own, own_methods
 from rankwise.trainer.module import TrainingModule
@@ -145,8 +147,8 @@ def check_hooks(
     module: TrainingModule, callbacks: list[Callback], datamodule: DataModule | None, loggers: list[Logger]
 ) -> None:
     """Raise ConfigurationError for a hook that cannot be called as it is, or an attribute without effect."""
-    _check_settings(module)
-    _check_settings(datamodule)
+    _check_settings(module, "module")
+    _check_settings(datamodule, "datamodule")
     _check_submodules(module)
     for hook in _check_methods(module, "module", TrainingModule):
         if hook.is_automatic and not module.automatic_optimization:
@@ -158,6 +160,9 @@ def check_hooks(
             )
     for callback in callbacks:
         _check_methods(callback, "callback", Callback)
+        for base in filter(checks.is_of_this_package, type(callback).__mro__):
+            checks.refuse_methods(callback, CALLBACK_METHODS.get(base.__name__, {}))
+            _check_settings(callback, base.__name__)
     if datamodule is not None:
         _check_methods(datamodule, "datamodule", DataModule)
     for logger in loggers:
@@ -165,15 +170,15 @@ def check_hooks(
         checks.check_overrides(logger, MISSING_HOOKS["logger"])
 
 
-def _check_settings(owner: object) -> None:
+def _check_settings(owner: object, kind: str) -> None:
     """Raise ConfigurationError for a Lightning attribute that would have no effect."""
-    name = "allow_zero_length_dataloader_with_multiple_devices"
-    if getattr(owner, name, False):
-        raise ConfigurationError(
-            message=f"{type(owner).__name__}.{name} has no effect.",
-            facts="it is True; a loader that is empty on some ranks is an error on all.",
-            remedy='leave it out; Trainer(uneven_inputs="join") lets ranks have fewer batches than others.',
-        )
+    for name, remedy in SETTINGS.get(kind, {}).items():
+        if (value := getattr(owner, name, False)) is not False:
+            raise ConfigurationError(
+                message=f"{type(owner).__name__}.{name} has no effect.",
+                facts=f"it is {value!r}.",
+                remedy=remedy,
+            )
 
 
 def _check_submodules(module: TrainingModule) -> None:
@@ -189,6 +194,7 @@ def _check_submodules(module: TrainingModule) -> None:
 def _check_methods(owner: object, kind: Owner, base: type) -> list[Hook]:
     """Raise ConfigurationError for methods that cannot be called; return the hooks that `owner` defines."""
     checks.refuse_methods(owner, REFUSED[kind])
+    _warn_of_misspelt(owner, kind)
     defined = [_BY_NAME[name] for name in own_methods(owner, base, _NAMES[kind])]
     first = ["trainer", "module"] if kind == "callback" else []
     for hook in defined:
@@ -204,6 +210,19 @@ def _check_methods(owner: object, kind: Owner, base: type) -> list[Hook]:
             )
         checks.check_arguments(owner, hook.name, [*first, *hook.names], len(first) + hook.num_required)
     return defined
+
+
+def _warn_of_misspelt(owner: object, kind: Owner) -> None:
+    """Warn of methods of a user's class with nearly the name of a hook, which only the user's code calls."""
+    own = {
+        name
+        for base in type(owner).__mro__
+        for name in (() if checks.is_of_this_package(base) else vars(base))
+        if name.startswith(("on_", "configure_")) and inspect.isfunction(vars(base)[name])
+    }
+    for name in sorted(own.difference(_NAMES[kind])):
+        for hook in difflib.get_close_matches(name, _NAMES[kind], n=1, cutoff=0.9):
+            warn(f"{type(owner).__name__}.{name}() is not a hook: no stage calls it. Did you mean {hook}()?")
 
 
 def _parameters_of(method: Any) -> Iterable[str]:

@@ -268,9 +268,10 @@ class TrainingModule(HyperparametersMixin, DataHooks, nn.Module):
             prog_bar: whether the progress bar shows it.
             logger: whether loggers get it; None means True.
             on_step: whether each step's value is logged; by default only in training batches, and of a metric
-                object that was called with the batch. With `sync_dist` each training step has one more
-                collective; if an epoch's first step logs no such value, later ones wait for a step that
-                loggers get. Loggers get the values of an evaluation's steps at its end.
+                object that was called with the batch. Loggers get the epoch's last value after every
+                `log_every_n_steps` steps, and the values of an evaluation's steps at its end. With
+                `sync_dist` each training step has one more collective; if an epoch's first step logs no such
+                value, later ones wait for a step that loggers get.
             on_epoch: whether the values are reduced over the epoch; by default in evaluation, and if
                 `on_step` is false.
             reduce_fx: `"mean"` (weighted by batch size), `"sum"`, `"min"` or `"max"`, or torch's function.

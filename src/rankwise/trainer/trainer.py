@@ -9,6 +9,7 @@ import sys
 from typing import Any, final
 
 from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint, PreparingCallback
+from rankwise.callbacks.base import logging_through
 from rankwise.checks import check_choice, check_value
 from rankwise.errors import LifecycleError
 from rankwise.loggers.base import Logger, NoLogger
@@ -546,7 +547,8 @@ def _run_on_rank(
     context = trainer.enter_stage(strategy, model, stage.name)
     before = state_before(context) if brings_state_back else None
     try:
-        value = stage.run(context)
+        with logging_through(model):
+            value = stage.run(context)
     except StoppedBySignal as stopped:
         if brings_state_back and strategy.worker.channel is not None:  # torch's agent takes no values then
             stopped.value = None, capture(context, before)

@@ -8,6 +8,7 @@ import pytest
 
 from rankwise.callbacks import EarlyStopping, ModelCheckpoint
 from rankwise.errors import ConfigurationError, InvalidArgumentError
+from tests.helpers.raising import raises
 from tests.unit.callbacks.test_model_checkpoint import Scripted
 from tests.unit.trainer.helpers import fitted, loader, trainer
 
@@ -101,8 +102,7 @@ def test_another_module_is_another_run(tmp_path: Path) -> None:
 
 def test_missing_metric(tmp_path: Path) -> None:
     """It is an error, or is waited for; the nearest is suggested; no validations are an error, too."""
-    with pytest.raises(ConfigurationError, match="finds no such metric"):
-        epochs_with(tmp_path, EarlyStopping("other"), 1)
+    raises(ConfigurationError, "finds no such metric", epochs_with, tmp_path, EarlyStopping("other"), 1)
     assert epochs_with(tmp_path, EarlyStopping("other", strict=False), 1) == 1
     with pytest.raises(ConfigurationError, match=r"no such metric. Did you mean 'score'\?") as caught:
         epochs_with(tmp_path, EarlyStopping("scroe"), 1)
@@ -116,8 +116,7 @@ def test_wrong_values() -> None:
     """They are refused in the constructor; the state brings the best score and the count along."""
     wrong: list[dict[str, Any]] = [{"mode": "best"}, {"patience": -1}, {"min_delta": -0.1}]
     for options in wrong:
-        with pytest.raises(InvalidArgumentError):
-            EarlyStopping("score", **options)
+        raises(InvalidArgumentError, None, EarlyStopping, "score", **options)
     stopping, resumed = EarlyStopping("score"), EarlyStopping("score")
     stopping.best_score, stopping.wait_count = 0.5, 2
     resumed.load_state_dict(stopping.state_dict())

@@ -107,6 +107,7 @@ def test_best_two_are_kept(tmp_path: Path, mode: str, best: float) -> None:
     saving = ModelCheckpoint(tmp_path / "two", "{epoch}", monitor="score", save_top_k=2)
     assert fit(tmp_path, saving, *scores) == ["epoch=1.ckpt", "epoch=3.ckpt"]
     assert saving.kth_best_model_path == str(tmp_path / "two" / "epoch=3.ckpt")
+    assert saving.kth_value == saving.best_k_models[saving.kth_best_model_path]
 
 
 class FailsSecond(TorchCheckpointIO):  # type: ignore[misc]  # one that differs from the real one in this alone

@@ -10,6 +10,7 @@ from torch import nn
 
 from rankwise.callbacks import StochasticWeightAveraging
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError
+from tests.helpers.raising import raises
 from tests.unit.callbacks.test_weight_averaging import Noted
 from tests.unit.trainer.helpers import fitted, whole_and_continued
 
@@ -48,8 +49,7 @@ def test_fraction() -> None:
     wrong += [{"swa_epoch_start": start} for start in (0, 1.5)]
     wrong += [{"annealing_epochs": -1}, {"annealing_strategy": "steps"}]
     for options in wrong:
-        with pytest.raises(InvalidArgumentError):
-            StochasticWeightAveraging(**{"swa_lrs": 0.1, **options})
+        raises(InvalidArgumentError, None, StochasticWeightAveraging, **{"swa_lrs": 0.1, **options})
     with pytest.raises(InvalidTypeError):
         StochasticWeightAveraging(0.1, avg_fn="mean")  # type: ignore[arg-type]  # the mistake
 
@@ -87,8 +87,7 @@ def test_refused(tmp_path: Path) -> None:
     """Endless training, several optimizers, a wrong number of rates; batch normalisation gets a warning."""
     with pytest.raises(ConfigurationError, match="needs a number of epochs"):
         averaged(tmp_path, Scheduled(), 0.1, max_epochs=-1)
-    with pytest.raises(ConfigurationError, match="needs one optimizer"):
-        averaged(tmp_path, Two(), 0.1, max_epochs=1)
+    raises(ConfigurationError, "needs one optimizer", averaged, tmp_path, Two(), 0.1, max_epochs=1)
     with pytest.raises(ConfigurationError, match="a scheduler that the module steps itself"):
         averaged(tmp_path, Manual(), 0.1, max_epochs=1)
     with pytest.raises(InvalidArgumentError, match="one for each of 1 parameter groups"):

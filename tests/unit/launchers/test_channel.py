@@ -14,6 +14,7 @@ from rankwise.launchers.channel import REQUEST_ID_SIZE, FrameReader, Kind, frame
 from rankwise.launchers.context import WorkerContext
 from rankwise.ranks import RankInfo
 from tests.helpers.own_process import signal_handled
+from tests.helpers.raising import raises
 from tests.unit.launchers.supervised import LIMIT_S, Ends
 
 MESSAGES = [
@@ -49,8 +50,7 @@ def test_an_incomplete_frame_waits() -> None:
 @pytest.mark.parametrize("header", [b"\xff\xff\xff\xff\2", b"print\n", b"\0\0\0\1\x63", b"\4\0\0\1\2"])
 def test_what_is_no_frame(header: bytes) -> None:
     """A length or a kind that no frame has is an error at once, not when so many bytes have come."""
-    with pytest.raises(ProcessGroupError, match=r"A channel .* is damaged"):
-        FrameReader().feed(header, lambda *_: None)
+    raises(ProcessGroupError, r"A channel .* is damaged", FrameReader().feed, header, lambda *_: None)
 
 
 def test_messages_reach_the_supervisor(ends: Ends) -> None:
@@ -140,8 +140,7 @@ def test_a_question_is_answered(ends: Ends) -> None:
 
 def test_no_answer_is_a_timeout(ends: Ends) -> None:
     """A question that nobody answers ends by its timeout; a late answer hurts nobody."""
-    with pytest.raises(TimeoutError):
-        ends.channel.ask_store(b"question", 0.05)
+    raises(TimeoutError, None, ends.channel.ask_store, b"question", 0.05)
     number = ends.receive()[1][:REQUEST_ID_SIZE]
     assert ends.receive() == (Kind.STORE_CANCEL, number)
     ends.send(Kind.STORE_REPLY, number + b"late")
@@ -155,10 +154,8 @@ def test_stop(ends: Ends) -> None:
     ends.channel.call_on_stop(called.set)
     timer = threading.Timer(0.05, lambda: ends.send(Kind.STOP, b"reason"))
     timer.start()
-    with pytest.raises(ConnectionError):
-        ends.channel.ask_store(b"question", LIMIT_S)
-    with pytest.raises(ConnectionError):
-        ends.channel.ask_store(b"question", LIMIT_S)
+    raises(ConnectionError, None, ends.channel.ask_store, b"question", LIMIT_S)
+    raises(ConnectionError, None, ends.channel.ask_store, b"question", LIMIT_S)
     timer.join()
     assert called.wait(LIMIT_S)
     ends.channel.call_on_stop(late.set)
@@ -168,8 +165,7 @@ def test_stop(ends: Ends) -> None:
 def test_a_lost_supervisor_is_noticed(ends: Ends) -> None:
     """End of file calls `on_lost`, ends questions at once, and later ones, and makes sending silent."""
     threading.Timer(0.05, ends.sock.close).start()
-    with pytest.raises(ConnectionError):
-        ends.channel.ask_store(b"question", LIMIT_S)
+    raises(ConnectionError, None, ends.channel.ask_store, b"question", LIMIT_S)
     assert ends.lost.wait(LIMIT_S)
     with pytest.raises(ConnectionError):
         ends.channel.ask_store(b"question", 1e6)  # whose own limit would not end before this test's
@@ -196,7 +192,6 @@ def test_what_is_too_long_for_a_frame_is_refused(ends: Ends) -> None:
 def test_a_damaged_channel_is_lost(ends: Ends, capfd: pytest.CaptureFixture[str]) -> None:
     """Requests end at once, and the reason is shown."""
     threading.Timer(0.05, ends.sock.sendall, [b"text"[:4] + b"!"]).start()
-    with pytest.raises(ConnectionError):
-        ends.channel.ask_store(b"question", LIMIT_S)
+    raises(ConnectionError, None, ends.channel.ask_store, b"question", LIMIT_S)
     assert ends.lost.wait(LIMIT_S)
     assert "is damaged" in capfd.readouterr().err

@@ -15,6 +15,7 @@ from rankwise.launchers.channel import Kind, RankChannel
 from rankwise.launchers.context import RankRun, WorkerContext, torchrun_variables
 from rankwise.processes.signals import JobStopped, stopped_by
 from rankwise.ranks import RankInfo
+from tests.helpers.raising import raises
 from tests.unit.launchers.supervised import LIMIT_S, LOST_PEER, Ends, Supervise
 
 RANKS = RankInfo(3, 1, 1, 4, 2, 2)
@@ -50,8 +51,7 @@ def test_a_stop_has_a_value(ends: Ends) -> None:
         worker.report_failure(stopped)
         raise stopped
 
-    with pytest.raises(SystemExit):
-        WorkerContext(RANKS, channel=ends.channel).run(entry, finished.append)
+    raises(SystemExit, None, WorkerContext(RANKS, channel=ends.channel).run, entry, finished.append)
     assert finished == ["half"]
     assert ends.receive() == (Kind.STOPPED, b"15")
 
@@ -79,8 +79,7 @@ def test_stop_interrupts_the_job(ends: Ends) -> None:
         ends.send(Kind.STOP)
         threading.Event().wait(LIMIT_S)
 
-    with pytest.raises(JobStopped):
-        worker.run(entry, finish=lambda value: None)
+    raises(JobStopped, None, worker.run, entry, finish=lambda value: None)
     assert is_told.is_set()
     assert reported(ends).exception_type == "JobStopped"
     is_told.clear()
@@ -187,8 +186,7 @@ def test_keys_without_a_supervisor(monkeypatch: pytest.MonkeyPatch, ends: Ends) 
     assert WorkerContext(RANKS, channel=ends.channel).job_key(TIMEOUT) == b""
     assert WorkerContext(RANKS, key=b"launcher's").job_key(TIMEOUT) == b"launcher's"
     monkeypatch.setenv("RANKWISE_JOB_KEY", "short")
-    with pytest.raises(ConfigurationError):
-        WorkerContext(RANKS).job_key(TIMEOUT)
+    raises(ConfigurationError, None, WorkerContext(RANKS).job_key, TIMEOUT)
 
 
 def test_torchruns_variables() -> None:

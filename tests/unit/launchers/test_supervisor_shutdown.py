@@ -15,6 +15,7 @@ from rankwise.launchers.channel import Kind
 from rankwise.monitoring.heartbeat import TEARDOWN, heartbeat_written_to, report_phase, report_saving
 from rankwise.processes.signals import ROUTER
 from tests.helpers.own_process import wait_until
+from tests.helpers.raising import raises
 from tests.unit.launchers.supervised import NEVER_S, SHORT_S, STOP, Job, Supervise, wait_until_handled
 
 # -------------------------------------------------------------------------------------- STOP, then SIGKILL
@@ -109,8 +110,7 @@ def test_closing_again_does_nothing(supervise: Supervise) -> None:
     assert not job.supervisor._thread.is_alive()
     for rank in (job[0], job[1]):
         assert (rank.theirs.fileno(), rank.process.fileno()) == (-1, -1)
-        with pytest.raises(ValueError, match="closed"):
-            rank.reader.read()
+        raises(ValueError, "closed", rank.reader.read)
 
 
 # -------------------------------------------------------------------------------------- checkpoints
@@ -302,8 +302,7 @@ def test_what_follows_from_the_end_of_a_job_is_not_shown(
     """A rank that fails because the program ends its job does not decide on an exit code."""
     job = supervise(here=True).begin()
     with pytest.raises(KeyboardInterrupt), job.supervisor.handle_signals():
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
+        raises(KeyboardInterrupt, None, signal.raise_signal, signal.SIGINT)
         assert job[1].receive() == STOP
     job[1].fail()
     wait_until_left(job)
@@ -321,8 +320,7 @@ def test_ctrl_c_that_rank_zero_here_does_not_notice(
     job[1].received()
     with pytest.raises(KeyboardInterrupt), job.supervisor.handle_signals():
         for _ in range(2):
-            with pytest.raises(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGINT)
+            raises(KeyboardInterrupt, None, signal.raise_signal, signal.SIGINT)
             job[0].received()
         if is_noticed:
             ROUTER.deliver()

@@ -10,6 +10,7 @@ import torch
 
 from rankwise.processes.memory_file import Parts, _shared_parts, create_memory_file, pack, unpack
 from tests.helpers.own_process import few_files
+from tests.helpers.raising import raises
 
 
 @pytest.fixture
@@ -122,12 +123,10 @@ def test_a_copy_survives_the_next_value(file: int) -> None:
 
 def test_an_unfinished_value_is_an_end(file: int) -> None:
     """An empty file, and one whose length was not written yet, as after a kill, are an EOFError."""
-    with pytest.raises(EOFError):
-        unpack(file, copy=True)
+    raises(EOFError, None, unpack, file, copy=True)
     pack([1, 2, 3], file)
     os.pwrite(file, bytes(8), 0)
-    with pytest.raises(EOFError):
-        unpack(file, copy=True)
+    raises(EOFError, None, unpack, file, copy=True)
 
 
 class Unpicklable:
@@ -137,10 +136,8 @@ class Unpicklable:
 
 def test_a_failed_pack_leaves_no_half_value(file: int) -> None:
     """What cannot be pickled raises pickle's own error; an older value does not pass for it."""
-    with pytest.raises(TypeError, match="not me"):
-        pack([torch.ones(3), Unpicklable()], file)
-    with pytest.raises(EOFError):
-        unpack(file, copy=True)
+    raises(TypeError, "not me", pack, [torch.ones(3), Unpicklable()], file)
+    raises(EOFError, None, unpack, file, copy=True)
 
 
 def test_the_file_has_no_name_and_is_not_inherited(file: int) -> None:

@@ -122,10 +122,7 @@ def loader(count: int = 8, batch_size: int = 2, **options: Any) -> DataLoader[tu
 
 
 def trainer(folder: Path, **options: Any) -> Trainer:
-    """Return a trainer for this process alone that logs and saves nothing unless told.
-
-    A `ModelCheckpoint` among the callbacks saves.
-    """
+    """Return a trainer for this process alone; it saves if a `ModelCheckpoint` is among the callbacks."""
     callbacks = options.get("callbacks")
     given = callbacks if isinstance(callbacks, Sequence) else [callbacks]
     defaults: dict[str, Any] = {

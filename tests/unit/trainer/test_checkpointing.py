@@ -134,10 +134,7 @@ class RecordingLine(Records, Line):
 
 
 def test_order_of_checkpoint_hooks(tmp_path: Path) -> None:
-    """Callbacks come in their order; the module is last in saving, and first in loading.
-
-    Each may add to a checkpoint, and read its part of it.
-    """
+    """Callbacks come in their order; the module is last in saving and first in loading; each may add."""
     calls: list[str] = []
     callbacks = [RecordingMonitor("first", calls), RecordingCallback("second", calls)]
     path = saved(tmp_path, RecordingLine(calls), callbacks=callbacks)

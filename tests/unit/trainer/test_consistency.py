@@ -73,10 +73,7 @@ def test_every_difference_is_named_and_grouped() -> None:
 
 
 def test_ranks_are_grouped() -> None:
-    """Ranks are grouped by value; the order is compared if the parameters are the same.
-
-    Lazy parameters, which have no shape, can be compared as well.
-    """
+    """Ranks are grouped by value; of equal parameters the order counts; lazy ones can be compared, too."""
     facts = [{"the order of the parameters": order} for order in ("a, b", "b, a", "a, b", "b, a")]
     found = differences(dict(enumerate(facts)))
     assert found == {"the order of the parameters": {"a, b": (0, 2), "b, a": (1, 3)}}

@@ -1,6 +1,7 @@
 """The table of hooks is the classes'; hooks that cannot be called are refused before a stage starts."""
 
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rankwise import DataModule, TrainingModule
+from rankwise import DataModule, TrainingModule, callbacks
 from rankwise.callbacks import Callback, ModelCheckpoint
+from rankwise.compatibility.names import CALLBACK_METHODS, SETTINGS
 from rankwise.errors import ConfigurationError, InvalidTypeError
 from rankwise.trainer import hooks
 from tests.helpers.raising import raises
@@ -65,6 +67,26 @@ def test_of_callbacks(tmp_path: Path, name: str) -> None:
     """Callbacks are checked as modules are; so are hooks that only modules have."""
     with pytest.raises(ConfigurationError, match=rf"WithCallback\.{name}\(\) would never be called"):
         fitted(tmp_path, callbacks=with_hook(Callback, name))
+
+
+TABLES = [(CALLBACK_METHODS, print, r"\(\) would never be called"), (SETTINGS, "x", " has no effect")]
+
+
+@pytest.mark.parametrize(("table", "value", "text"), TABLES)
+def test_of_derived_callbacks(table: Any, value: object, text: str) -> None:
+    """A method that only Lightning's callback of that name calls, or an attribute that only it reads."""
+    for kind in table.keys() - OWNERS.keys():
+        for name, remedy in table[kind].items():
+            users: Any = type("Users", (getattr(callbacks, kind),), {"make_bar": print, name: value})
+            problem = rf"(?s)Users\.{name}{text}.*{re.escape(remedy)}"
+            raises(ConfigurationError, problem, hooks.check_hooks, Line(), [object.__new__(users)], None, [])
+
+
+def test_misspelt_names(tmp_path: Path) -> None:
+    """A warning has the hook that was meant; names of the user's own bring none."""
+    with pytest.warns(UserWarning, match=r"WithLine\.on_trian_start\(\) is not .* mean on_train_start"):
+        fitted(tmp_path, with_hook(Line, "on_trian_start"))
+    fitted(tmp_path, with_hook(Line, "on_training_event"), callbacks=with_hook(Callback, "on_event"))
 
 
 def test_of_instances(tmp_path: Path) -> None:

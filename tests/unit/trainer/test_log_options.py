@@ -224,10 +224,7 @@ def test_reductions(given: Any, expected: float, tmp_path: Path) -> None:
 def test_options_without_effect(
     options: dict[str, Any], error: type[Exception], text: str, tmp_path: Path
 ) -> None:
-    """Options that contradict each other, or that would have no effect, are refused by name.
-
-    So is a process group of which this rank is no member.
-    """
+    """Options that contradict or have no effect are refused by name; so is a group without this rank."""
     with pytest.raises(error, match=text):
         trainer(tmp_path).validate(Logging(lambda module, _, i: module.log("x", 1.0, **options)), loader())
     with pytest.raises(ConfigurationError, match="this rank is not part of"):

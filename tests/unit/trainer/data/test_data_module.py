@@ -170,10 +170,7 @@ def test_the_modules_methods_that_a_data_module_replaces(tmp_path: Path) -> None
 
 
 def test_from_datasets(tmp_path: Path) -> None:
-    """The loader of training batches shuffles, and the constructor gets what it takes.
-
-    A data module without `val_dataloader` means no validation.
-    """
+    """The training loader shuffles; the constructor gets what it takes; val_dataloader may be missing."""
     data = Numbers.from_datasets({"a": samples(4), "b": Stream(range(3))}, [samples(2)], batch_size=2)
     train, [validation] = data.train_dataloader(), data.val_dataloader()
     assert data.hparams == {"batch_size": 2}

@@ -9,6 +9,7 @@ import torch
 from rankwise.callbacks import Callback, LambdaCallback
 from rankwise.trainer import Trainer
 from tests.helpers.exactness import weights
+from tests.helpers.raising import raises
 from tests.unit.trainer.helpers import Line, loader, trainer
 
 
@@ -39,8 +40,7 @@ def weights_after(train: Trainer, model: Line, path: Path | None = None) -> list
 def test_checkpoint_from_within_a_window(batch_idx: int, tmp_path: Path) -> None:
     """Resuming goes back to the first batch of the window, whose gradients no checkpoint holds."""
     path, model = tmp_path / "cut.ckpt", Line()
-    with pytest.raises(InterruptedError):
-        train(tmp_path, cut_after(batch_idx, path)).fit(Line(), loader(14))
+    raises(InterruptedError, None, train(tmp_path, cut_after(batch_idx, path)).fit, Line(), loader(14))
     assert weights_after(train(tmp_path), model, path) == weights_after(train(tmp_path), Line())
     assert model.seen[0] == f"train {batch_idx - batch_idx % 3}"
 
@@ -48,8 +48,7 @@ def test_checkpoint_from_within_a_window(batch_idx: int, tmp_path: Path) -> None
 def test_fit_again_after_an_exception(tmp_path: Path) -> None:
     """The same trainer goes on with the same module, without gradients of the window that was cut short."""
     model, cut = Line(), train(tmp_path, cut_after(4, tmp_path / "cut.ckpt"))
-    with pytest.raises(InterruptedError):
-        cut.fit(model, loader(14))
+    raises(InterruptedError, None, cut.fit, model, loader(14))
     assert weights_after(cut, model) == weights_after(train(tmp_path), Line())
 
 

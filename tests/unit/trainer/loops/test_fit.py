@@ -422,10 +422,7 @@ def test_facts_of_the_module(tmp_path: Path) -> None:
 
 
 def test_phases(tmp_path: Path) -> None:
-    """The heartbeat has the phase of each step: reading a batch, forward, backward, stepping.
-
-    Only a backward pass waits for other ranks.
-    """
+    """The heartbeat has the phase of each step; only a backward pass waits for other ranks."""
     seen: list[tuple[int, str, bool]] = []
 
     def note(*_: object) -> None:

@@ -100,10 +100,7 @@ def test_hooks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("plugins", [[], [MasterWeightsPrecision("bf16-master")]])
 def test_toggling(tmp_path: Path, plugins: list[Any]) -> None:
-    """A toggled optimizer's parameters alone require gradients; what did not before, does not after.
-
-    Where the optimizer updates copies, the module's own parameters are toggled.
-    """
+    """A toggled optimizer's parameters alone require gradients, also where it updates copies."""
     seen = []
 
     class Toggling(WithTwoOptimizers):

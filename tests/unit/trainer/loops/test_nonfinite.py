@@ -141,10 +141,7 @@ def test_averaged_models_with_master_weights(tmp_path: Path) -> None:
 
 
 def test_averaged_models_where_a_step_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Post-local SGD begins to average models when its hook leaves gradients apart: skipped steps count.
-
-    One rank says that a step is skipped.
-    """
+    """Post-local SGD begins to average models when its hook leaves gradients apart; skipped steps count."""
     models = [Spoilt(float("nan")) for _ in range(2)]
     hook = "post_localsgd:start_localSGD_iter=2,post_local_gradient_allreduce=false"
     options = {"comm_hook": hook, "model_averaging_period": 4}

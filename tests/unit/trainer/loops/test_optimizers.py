@@ -14,6 +14,7 @@ from rankwise.callbacks import LambdaCallback
 from rankwise.errors import ConfigurationError, InvalidArgumentError, InvalidTypeError, UnknownArgumentError
 from rankwise.trainer import Trainer, TrainingModule
 from rankwise.trainer.loops.optimizers import SchedulerConfig, configure
+from tests.helpers.raising import raises
 from tests.unit.trainer.helpers import Line, fitted, loader, trainer
 
 
@@ -79,8 +80,7 @@ def test_a_dictionary_for_each_optimizer() -> None:
 )
 def test_mistakes(make: Any, error: type[Exception]) -> None:
     """What cannot be meant is refused."""
-    with pytest.raises(error):
-        configure(Returning(make))
+    raises(error, None, configure, Returning(make))
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,7 @@ def test_schedulers_of_a_manual_loop() -> None:
     assert config.monitor is None
     for options in ({"interval": "step"}, {"frequency": 2}):
         module.make = partial(_with_options, options)
-        with pytest.raises(ConfigurationError, match="has no effect in manual optimisation"):
-            configure(module)
+        raises(ConfigurationError, "has no effect in manual optimisation", configure, module)
 
 
 def test_plateau_without_metric(tmp_path: Path) -> None:
