@@ -318,7 +318,7 @@ class Results:
                 self._metrics[name].merge(added.total, added.weight)
             else:
                 self._metrics[name] = added
-        for step in state_dict["steps"]:
+        for step in state_dict.get("steps", ()):  # an earlier version saved none
             self.latest_steps.setdefault(step["name"], Reported(**step))
         own = metric_objects(self._module)
         for name, (dotted_name, options) in state_dict["objects"].items():
