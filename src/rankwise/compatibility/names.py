@@ -133,7 +133,7 @@ _HOOKS_OF_ALL: Mapping[str, str] = {
     "on_epoch_end": "on_train_epoch_end.",
     "on_batch_start": "on_train_batch_start.",
     "on_batch_end": "on_train_batch_end.",
-    **dict.fromkeys(("on_pretrain_routine_start", "on_pretrain_routine_end"), "on_fit_start."),
+    "on_pretrain_routine_start on_pretrain_routine_end": "on_fit_start.",
     "on_hpc_save": "on_save_checkpoint.",
     "on_hpc_load": "on_load_checkpoint.",
     "on_predict_model_train": "on_predict_end.",
@@ -153,12 +153,38 @@ _CLIP_VALUE = "clip_gradients_value(self, optimizer, clip_value)"
 _SANITY_CHECK = "on_validation_start, where self.trainer.sanity_checking tells; or a callback."
 
 
-def _for_each(remedies: Mapping[str, str]) -> dict[str, str]:
-    """Return the remedy for each name; the keys of `remedies` hold several names."""
-    return {name: remedy for names, remedy in remedies.items() for name in names.split()}
+def _by_kind(tables: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
+    """Return the remedy for each name of each table; the keys of `tables` hold several names."""
+    return {
+        kind: {name: remedy for names, remedy in remedies.items() for name in names.split()}
+        for kind, remedies in tables.items()
+    }
 
 
-_MISSING_IN_PARTS: Mapping[str, Mapping[str, str]] = {
+_HOOKS: Mapping[str, Mapping[str, str]] = {
+    "module": {
+        "configure_sharded_model": "configure_model().",
+        "get_progress_bar_dict": "self.log(name, value, prog_bar=True).",
+        "tbptt_split_batch": "self.automatic_optimization = False, and step by hand in training_step.",
+        "training_step_end": "the end of training_step: each process has one device.",
+        "validation_step_end": "the end of validation_step: each process has one device.",
+        "test_step_end": "the end of test_step: each process has one device.",
+        "training_epoch_end": "on_train_epoch_end(); collect what it needs in training_step.",
+        "validation_epoch_end": "on_validation_epoch_end(); collect what it needs in validation_step.",
+        "test_epoch_end": "on_test_epoch_end(); collect what it needs in test_step.",
+        "on_sanity_check_start on_sanity_check_end": _SANITY_CHECK,
+        **_HOOKS_OF_ALL,
+    },
+    "callback": {
+        "on_init_start on_init_end": "setup(trainer, module, stage).",
+        "on_keyboard_interrupt": "on_exception.",
+        **_HOOKS_OF_ALL,
+    },
+    "datamodule": {
+        "on_save_checkpoint": "state_dict().",
+        "on_load_checkpoint": "load_state_dict(state_dict).",
+        **_HOOKS_OF_ALL,
+    },
     "strategy": {
         # the wrapper
         "_setup_model pre_configure_ddp": _WRAPPER,
@@ -248,100 +274,65 @@ _MISSING_IN_PARTS: Mapping[str, Mapping[str, str]] = {
         "_prepare_streams _rank_zero_info": "describe(self), which shows the text.",
     },
 }
-
-MISSING_HOOKS: Mapping[str, Mapping[str, str]] = {
-    "module": {
-        "configure_sharded_model": "configure_model().",
-        "get_progress_bar_dict": "self.log(name, value, prog_bar=True).",
-        "tbptt_split_batch": "self.automatic_optimization = False, and step by hand in training_step.",
-        "training_step_end": "the end of training_step: each process has one device.",
-        "validation_step_end": "the end of validation_step: each process has one device.",
-        "test_step_end": "the end of test_step: each process has one device.",
-        "training_epoch_end": "on_train_epoch_end(); collect what it needs in training_step.",
-        "validation_epoch_end": "on_validation_epoch_end(); collect what it needs in validation_step.",
-        "test_epoch_end": "on_test_epoch_end(); collect what it needs in test_step.",
-        **dict.fromkeys(("on_sanity_check_start", "on_sanity_check_end"), _SANITY_CHECK),
-        **_HOOKS_OF_ALL,
-    },
-    "callback": {
-        **dict.fromkeys(("on_init_start", "on_init_end"), "setup(trainer, module, stage)."),
-        "on_keyboard_interrupt": "on_exception.",
-        **_HOOKS_OF_ALL,
-    },
-    "datamodule": {
-        "on_save_checkpoint": "state_dict().",
-        "on_load_checkpoint": "load_state_dict(state_dict).",
-        **_HOOKS_OF_ALL,
-    },
-    **{kind: _for_each(remedies) for kind, remedies in _MISSING_IN_PARTS.items()},
-}
+MISSING_HOOKS: Mapping[str, Mapping[str, str]] = _by_kind(_HOOKS)
 """Methods of Lightning's classes (1.x and 2.x) that rankwise never calls, by the kind of class."""
 
 _MAKE_BAR = "make_bar(self, title, total, leave), which returns the bar."
 _STOP = "trainer.should_stop = True in a hook of a Callback."
-_AVERAGE = "WeightAveraging(avg_fn=...), or a Callback of yours."
 _CHECKPOINT_IO = "save_checkpoint and remove_checkpoint of a CheckpointIO: Trainer(plugins=[...])."
 
-CALLBACK_METHODS: Mapping[str, Mapping[str, str]] = {
-    "EarlyStopping": _for_each(
-        {"_evaluate_stopping_criteria _run_early_stopping_check _validate_condition_metric": _STOP}
-    ),
-    "GradientAccumulationScheduler": _for_each(
-        {
-            "get_accumulate_grad_batches going_to_accumulate_grad_batches": "the argument scheduling, "
-            "which has a number of batches for each epoch."
-        }
-    ),
+_CALLBACK_METHODS: Mapping[str, Mapping[str, str]] = {
+    "EarlyStopping": {
+        "_evaluate_stopping_criteria _run_early_stopping_check _validate_condition_metric": _STOP
+    },
+    "GradientAccumulationScheduler": {
+        "get_accumulate_grad_batches going_to_accumulate_grad_batches": "the argument scheduling, which has "
+        "a number of batches for each epoch."
+    },
     "LearningRateMonitor": {"_extract_stats": "a Callback of yours that reads trainer.optimizers."},
-    "ModelCheckpoint": _for_each(
-        {
-            "format_checkpoint_name": 'ModelCheckpoint(filename="{epoch}-{val_loss:.2f}").',
-            "check_monitor_top_k _update_best_and_save": "is_better(self, score, other, min_delta=0.0).",
-            "_save_checkpoint _save_last_checkpoint _save_topk_checkpoint _save_monitor_checkpoint "
-            "_save_none_monitor_checkpoint _remove_checkpoint file_exists": _CHECKPOINT_IO,
-            "_should_skip_saving_checkpoint _should_save_on_train_epoch_end": "the arguments every_n_epochs, "
-            "every_n_train_steps and save_on_train_epoch_end.",
-            "to_yaml": "write best_k_models yourself, in on_fit_end.",
-        }
-    ),
+    "ModelCheckpoint": {
+        "format_checkpoint_name": 'ModelCheckpoint(filename="{epoch}-{val_loss:.2f}").',
+        "check_monitor_top_k _update_best_and_save": "is_better(self, score, other, min_delta=0.0).",
+        "_save_checkpoint _save_last_checkpoint _save_topk_checkpoint _save_monitor_checkpoint "
+        "_save_none_monitor_checkpoint _remove_checkpoint file_exists": _CHECKPOINT_IO,
+        "_should_skip_saving_checkpoint _should_save_on_train_epoch_end": "the arguments every_n_epochs, "
+        "every_n_train_steps and save_on_train_epoch_end.",
+        "to_yaml": "write best_k_models yourself, in on_fit_end.",
+    },
     "ModelSummary": {"summarize": "a Callback of yours that prints in on_fit_start."},
-    "ProgressBar": _for_each(
-        {
-            "init_train_tqdm init_validation_tqdm init_test_tqdm init_predict_tqdm init_sanity_tqdm "
-            "configure_columns train_description validation_description test_description "
-            "predict_description sanity_check_description": _MAKE_BAR,
-            "get_metrics": "self.log(name, value, prog_bar=True) in the module: the bar shows these.",
-            "disable enable is_disabled is_enabled": "Trainer(enable_progress_bar=False).",
-            "print": "self.print(...) in the module.",
-            "refresh has_dataloader_changed reset_dataloader_idx_tracker": "leave it out: the bar does it.",
-        }
-    ),
-    "StochasticWeightAveraging": _for_each(
-        {
-            "avg_fn update_parameters transfer_weights reset_momenta reset_batch_norm_and_save_state "
-            "pl_module_contains_batch_norm": _AVERAGE
-        }
-    ),
-    "Timer": _for_each({"start_time end_time": "time_elapsed().", "_check_time_remaining": _STOP}),
+    "ProgressBar": {
+        "init_train_tqdm init_validation_tqdm init_test_tqdm init_predict_tqdm init_sanity_tqdm "
+        "configure_columns train_description validation_description test_description "
+        "predict_description sanity_check_description": _MAKE_BAR,
+        "get_metrics": "self.log(name, value, prog_bar=True) in the module: the bar shows these.",
+        "disable enable is_disabled is_enabled": "Trainer(enable_progress_bar=False).",
+        "print": "self.print(...) in the module.",
+        "refresh has_dataloader_changed reset_dataloader_idx_tracker": "leave it out: the bar does it.",
+    },
+    "StochasticWeightAveraging": {
+        "avg_fn update_parameters transfer_weights reset_momenta reset_batch_norm_and_save_state "
+        "pl_module_contains_batch_norm": "WeightAveraging(avg_fn=...), or a Callback of yours."
+    },
+    "Timer": {"start_time end_time": "time_elapsed().", "_check_time_remaining": _STOP},
 }
+CALLBACK_METHODS: Mapping[str, Mapping[str, str]] = _by_kind(_CALLBACK_METHODS)
 """Methods of Lightning's callbacks that rankwise never calls, by the base class of a user's callback."""
 
 _EMPTY_LOADERS = {
     "allow_zero_length_dataloader_with_multiple_devices": "leave it out: an empty loader of some ranks is an "
     'error on all; Trainer(uneven_inputs="join") lets ranks have fewer batches than others.'
 }
-SETTINGS: Mapping[str, Mapping[str, str]] = {
+_SETTINGS: Mapping[str, Mapping[str, str]] = {
     "module": _EMPTY_LOADERS,
     "datamodule": _EMPTY_LOADERS,
-    "ModelCheckpoint": _for_each(
-        {
-            "CHECKPOINT_EQUALS_CHAR CHECKPOINT_JOIN_CHAR FILE_EXTENSION STARTING_VERSION": "ModelCheckpoint("
-            'filename="{epoch}-{val_loss:.2f}", auto_insert_metric_name=False).',
-            "CHECKPOINT_NAME_LAST": 'leave it out: ckpt_path="last" finds last.ckpt.',
-        }
-    ),
+    "ModelCheckpoint": {
+        "CHECKPOINT_EQUALS_CHAR CHECKPOINT_JOIN_CHAR FILE_EXTENSION STARTING_VERSION": "ModelCheckpoint("
+        'filename="{epoch}-{val_loss:.2f}", auto_insert_metric_name=False).',
+        "CHECKPOINT_NAME_LAST": 'leave it out: ckpt_path="last" finds last.ckpt.',
+    },
     "ProgressBar": {"BAR_FORMAT": _MAKE_BAR},
 }
+SETTINGS: Mapping[str, Mapping[str, str]] = _by_kind(_SETTINGS)
 """Attributes that change what Lightning does, and have no effect in rankwise, by the kind of object."""
 
 _NO_CLI = "build the Trainer in code; jsonargparse's CLI, Hydra and argparse can call it."
