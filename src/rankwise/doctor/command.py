@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rankwise.doctor.report import ReportPrinter, table
+from rankwise.doctor.report import announce, table
 from rankwise.ranks import rank_zero_only
 
 _DESCRIPTION = """
@@ -51,9 +51,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _doctor(chosen: argparse.Namespace) -> int:
-    printer = ReportPrinter(as_json=chosen.json)
     if getattr(rank_zero_only, "rank", 0) == 0:
-        printer.announce("importing torch")
+        announce("importing torch")
     from rankwise.doctor.examination import examine
 
     report, is_printed = examine(
@@ -63,10 +62,10 @@ def _doctor(chosen: argparse.Namespace) -> int:
         timeout_s=chosen.timeout,
         runs_collectives=not chosen.no_collectives,
         tries_start_methods=not chosen.no_start_methods,
-        printer=printer,
+        as_json=chosen.json,
     )
     if is_printed:
-        printer.finish(report)
+        report.finish()
     elif not report.is_healthy:
         # Rank 0 prints the report; if rank 0 is missing, this is the only output.
         sys.stderr.write("".join(f"{finding.what}\n" for finding in report.findings if finding.is_error))

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import rankwise
-from rankwise.doctor.report import Finding, Report, ReportPrinter, Section, table
+from rankwise.doctor.report import Finding, Report, Section, table
 from rankwise.environments import Detection, NodesEnvironment, detect_environment
 from rankwise.environments.network import (
     address_toward,
@@ -75,11 +75,11 @@ def examine(
     timeout_s: float = 60.0,
     runs_collectives: bool = True,
     tries_start_methods: bool = True,
-    printer: ReportPrinter | None = None,
+    as_json: bool | None = None,
 ) -> tuple[Report, bool]:
     """Return the report, and whether this process prints it: rank 0, as far as ranks are known.
 
-    It prints each section as soon as it is known.
+    It prints each section as soon as it is known, or with `as_json` nothing but progress; with None neither.
 
     Collective: of ranks that a launcher has started, all must call this, unless `runs_collectives=False`.
     """
@@ -93,7 +93,8 @@ def examine(
         except RankwiseError as error:
             rank = detection.environment.global_rank
             unknown = [_unknown_ranks(Finding(error.summary(), error.fix()))]
-    report.print_to(printer if rank == 0 else None)
+    if rank == 0 and as_json is not None:
+        report.start_printing(as_json=as_json)
     report.add(*unknown)
     if strategy is not None:
         facts, problem = _run(strategy, report, timeout_s) if runs_collectives else (None, None)

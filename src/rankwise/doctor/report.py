@@ -34,28 +34,10 @@ class Section:
     findings: Sequence[Finding] = ()
 
 
-@final
-@dataclass(frozen=True)
-class ReportPrinter:
-    """Print a report while it is made: text or, when it is complete, JSON to stdout; progress to stderr."""
-
-    as_json: bool = False
-
-    def announce(self, activity: str) -> None:
-        """Print the current step, as it may take a while."""
-        sys.stderr.write(f"doctor: {activity} ...\n")
-        sys.stderr.flush()
-
-    def print_section(self, section: Section) -> None:
-        """Print a section that is known."""
-        if not self.as_json:
-            sys.stdout.write(f"{_block(section.title, section.lines)}\n\n")
-            sys.stdout.flush()
-
-    def finish(self, report: Report) -> None:
-        """Print what is known only at the end: what to fix, or all of the JSON."""
-        sys.stdout.write(f"{report.to_json() if self.as_json else report.advice()}\n")
-        sys.stdout.flush()
+def announce(activity: str) -> None:
+    """Print the current step to stderr, as it may take a while."""
+    sys.stderr.write(f"doctor: {activity} ...\n")
+    sys.stderr.flush()
 
 
 @final
@@ -65,11 +47,11 @@ class Report:
 
     sections: list[Section] = field(default_factory=list)
     next_step: str = ""
-    _printer: ReportPrinter | None = field(default=None, init=False)
+    _as_json: bool | None = field(default=None, init=False)  # None: this process prints nothing
 
-    def print_to(self, printer: ReportPrinter | None) -> None:
-        """Print the sections that are known, and from here on each that is added."""
-        self._printer = printer
+    def start_printing(self, *, as_json: bool) -> None:
+        """Print the sections that are known, and from here on each that is added; JSON at the end only."""
+        self._as_json = as_json
         self._print(self.sections)
 
     def add(self, *sections: Section) -> None:
@@ -79,13 +61,19 @@ class Report:
 
     def announce(self, activity: str) -> None:
         """Print the current step, if this report is printed."""
-        if self._printer is not None:
-            self._printer.announce(activity)
+        if self._as_json is not None:
+            announce(activity)
 
     def _print(self, sections: Sequence[Section]) -> None:
-        if self._printer is not None:
+        if self._as_json is False:
             for section in sections:
-                self._printer.print_section(section)
+                sys.stdout.write(f"{_block(section.title, section.lines)}\n\n")
+            sys.stdout.flush()
+
+    def finish(self) -> None:
+        """Print what is known only at the end: what to fix, or all of the JSON."""
+        sys.stdout.write(f"{self.to_json() if self._as_json else self.advice()}\n")
+        sys.stdout.flush()
 
     @property
     def findings(self) -> list[Finding]:

@@ -5,7 +5,7 @@ import json
 from contextlib import redirect_stderr, redirect_stdout
 
 from rankwise.doctor import Finding, Report, Section
-from rankwise.doctor.report import ReportPrinter, table
+from rankwise.doctor.report import table
 
 NOTE = Finding("A thing is odd.", "look at it.", is_error=False)
 ERROR = Finding("A thing is broken.", "mend it.")
@@ -52,25 +52,26 @@ def test_json_has_all() -> None:
     }
 
 
-def printed(printer: ReportPrinter | None) -> list[str]:
+def printed(as_json: bool | None) -> list[str]:
     """Return what is on the screen after each step of a report that is made section by section."""
     shown, screen = list[str](), io.StringIO()
     made = Report([Section("first", "First", {}, ["one"])])
     with redirect_stdout(screen), redirect_stderr(screen):
-        made.print_to(printer)
+        if as_json is not None:
+            made.start_printing(as_json=as_json)
         shown.append(screen.getvalue())
         made.announce("measuring")
         shown.append(screen.getvalue())
         made.add(Section("second", "Second", {}, ["two"], [ERROR]))
         shown.append(screen.getvalue())
-        if printer is not None:
-            printer.finish(made)
+        if as_json is not None:
+            made.finish()
     return [*shown, screen.getvalue(), made.to_text(), made.to_json()]
 
 
 def test_sections_are_printed_as_they_come() -> None:
     """Each is on the screen before the next is measured, which is said before; other ranks print nothing."""
-    first, measuring, second, complete, text, _ = printed(ReportPrinter())
+    first, measuring, second, complete, text, _ = printed(as_json=False)
     assert first == "First\n  one\n\n"
     assert measuring == f"{first}doctor: measuring ...\n"
     assert second == f"{measuring}Second\n  two\n\n"
@@ -80,7 +81,7 @@ def test_sections_are_printed_as_they_come() -> None:
 
 def test_json_is_printed_at_once() -> None:
     """With JSON there is nothing but progress before the report is complete."""
-    first, measuring, second, complete, _, as_json = printed(ReportPrinter(as_json=True))
+    first, measuring, second, complete, _, as_json = printed(as_json=True)
     assert [first, measuring, second] == ["", "doctor: measuring ...\n", measuring]
     assert complete == f"{measuring}{as_json}\n"
 
