@@ -48,6 +48,7 @@ class Profiler(ABC):
     """
 
     is_active = True
+    _table = ""  # of a profiler that measures by another library
 
     def __init__(self, dirpath: str | os.PathLike[str] | None = None, filename: str | None = None) -> None:
         self.dirpath = None if dirpath is None else absolute_path(dirpath)
@@ -66,7 +67,7 @@ class Profiler(ABC):
 
     def summary(self) -> str:
         """Return the measurements as text; "" for none."""
-        return ""
+        return self._table and f"Profile of {self._stage}:\n{self._table}"
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         """Called when a stage begins, in the process that runs it."""
@@ -219,7 +220,6 @@ class AdvancedProfiler(Profiler):
     """
 
     _profile: Profile | None = None  # within a stage
-    _table = ""
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         from cProfile import Profile
@@ -243,9 +243,6 @@ class AdvancedProfiler(Profiler):
             text = io.StringIO()
             pstats.Stats(profile, stream=text).strip_dirs().sort_stats("cumulative").print_stats()
             self._table = text.getvalue().strip()
-
-    def summary(self) -> str:
-        return self._table and f"Profile of {self._stage}:\n{self._table}"
 
 
 _BATCHES = {
@@ -291,7 +288,6 @@ class PyTorchProfiler(Profiler):
         self.profiler_kwargs = profiler_kwargs
         self.profiler: Any = None  # within a stage
         self._ranges: dict[str, list[AbstractContextManager[Any]]] = {}
-        self._table = ""
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         super().setup(stage, local_rank, log_dir)
@@ -332,9 +328,8 @@ class PyTorchProfiler(Profiler):
         self._ranges.clear()
 
     def summary(self) -> str:
-        if not self._table:
-            return f"Profile of {self._stage}: no batch was measured; there were too few for the schedule."
-        return f"Profile of {self._stage}:\n{self._table}"
+        none = f"Profile of {self._stage}: no batch was measured; there were too few for the schedule."
+        return super().summary() or none
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "profiler": None, "_ranges": {}}

@@ -119,7 +119,8 @@ class WandbLogger(Logger):
         """The run's id."""
         if self._id is None:
             running = _run_in_progress(None)
-            self._id = _new_id() if running is None else running.id
+            random = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(8))  # as W&B makes them
+            self._id = random if running is None else running.id
         return self._id
 
     @property
@@ -244,11 +245,6 @@ def _temporary_folders() -> list[Any]:
         with contextlib.suppress(KeyError, AttributeError):  # not imported, or of another version of W&B
             folders.append(operator.attrgetter(name)(sys.modules[module]))
     return folders
-
-
-def _new_id() -> str:
-    """Return a random id as W&B makes them: eight lower-case letters and digits."""
-    return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(8))
 
 
 def _check_arguments(

@@ -7,6 +7,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -141,16 +142,15 @@ def _check_next_launch(contract: Contract, strategy: Strategy) -> None:
     last = ranks.global_rank + ranks.local_world_size - 1
     if strategy.runs_in_caller:
         with contract.rule("the next launch works too"):
-            expect(strategy.global_rank in run_on(strategy, _rank), "the values are not the ranks'")
+            expect(
+                strategy.global_rank in run_on(strategy, attrgetter("global_rank")),
+                "the values are not the ranks'",
+            )
         return
     with contract.rule("the failure of a rank is raised, by its number and with its traceback"):
         with expect_error(WorkerRaisedError, f"global_rank={last}", "in _fail_on"):
             run_on(strategy, _fail_on, last)
         expect_equal(strategy.results, {})
-
-
-def _rank(strategy: Strategy) -> int:
-    return strategy.global_rank
 
 
 def _fail_on(strategy: Strategy, rank: int) -> NoReturn:
