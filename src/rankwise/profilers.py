@@ -23,14 +23,7 @@ from rankwise.paths import absolute_path
 if TYPE_CHECKING:
     from cProfile import Profile
 
-__all__ = [
-    "AdvancedProfiler",
-    "PassThroughProfiler",
-    "Profiler",
-    "PyTorchProfiler",
-    "SimpleProfiler",
-    "create_profiler",
-]
+__all__ = ["AdvancedProfiler", "PassThroughProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler"]
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -1,14 +1,7 @@
-"""Names of `lightning.pytorch.profilers`."""
+"""Names of `lightning.pytorch.profilers`, all in `rankwise.profilers`."""
 
 from rankwise.lightning._modules import complete_module
-from rankwise.profilers import (
-    AdvancedProfiler,
-    PassThroughProfiler,
-    Profiler,
-    PyTorchProfiler,
-    SimpleProfiler,
-)
-
-__all__ = ["AdvancedProfiler", "PassThroughProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler"]
+from rankwise.profilers import *  # noqa: F403  all of its names
+from rankwise.profilers import __all__  # noqa: F401  exported
 
 __getattr__ = complete_module(__name__)
