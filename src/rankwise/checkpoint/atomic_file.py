@@ -56,11 +56,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 
 def link_file(existing: Path, path: str | os.PathLike[str]) -> None:
-    """Replace `path` by a hard link to a file, or by a copy where that is not possible.
-
-    Raises:
-        CheckpointError: when something else than a file is at `path`, or the link of another user is in it.
-    """
+    """Replace `path` by a hard link to a file, or by a copy where that is not possible; see `replacing`."""
     target = _target_of(path)
     temporary = _temporary_name(target.parent)
     with existing.open("rb") as source:

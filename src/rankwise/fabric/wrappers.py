@@ -49,8 +49,10 @@ class FabricModule(nn.Module):
     the module has buffers: all ranks get rank 0's.
     """
 
-    _wrapped: nn.Module
-    _original: nn.Module
+    module: nn.Module
+    """The user's module."""
+    wrapped: nn.Module
+    """The result of the strategy's `setup_module`."""
     _strategy: Strategy
     _on_output: Callable[[Tensor], Tensor]
     _forward_methods: set[str]
@@ -60,20 +62,10 @@ class FabricModule(nn.Module):
         super().__init__()
         original = strategy.unwrap_module(wrapped)
         own = self.__dict__  # what is assigned goes to the user's module
-        own.update(_wrapped=wrapped, _original=original, _strategy=strategy, _on_output=on_output)
+        own.update(module=original, wrapped=wrapped, _strategy=strategy, _on_output=on_output)
         own.update(_forward_methods={*_FORWARD_METHODS}, _must_share_buffers=False)
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             own[name] = original.__dict__[name]  # the same objects, so that both modules have the same parts
-
-    @property
-    def module(self) -> nn.Module:
-        """The user's module."""
-        return self._original
-
-    @property
-    def wrapped(self) -> nn.Module:
-        """The result of the strategy's `setup_module`."""
-        return self._wrapped
 
     @property
     def _is_wrapped(self) -> bool:
@@ -86,7 +78,7 @@ class FabricModule(nn.Module):
 
     @training.setter
     def training(self, mode: bool) -> None:
-        if "_original" in self.__dict__:
+        if "module" in self.__dict__:
             self.module.training = mode
 
     def train(self, mode: bool = True) -> Self:
@@ -157,7 +149,7 @@ class FabricModule(nn.Module):
         return self.module if method is None else getattr(self.module, method)
 
     def __getattr__(self, name: str) -> Any:
-        if "_original" not in self.__dict__:
+        if "module" not in self.__dict__:
             raise AttributeError(name)
         value = getattr(self.module, name)
         if not inspect.ismethod(value) or value.__self__ is not self.module:
@@ -168,7 +160,7 @@ class FabricModule(nn.Module):
         return self._checked(value) if self._is_wrapped or changes_numbers else value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "_original" in self.__dict__:
+        if "module" in self.__dict__:
             setattr(self.module, name, value)
         else:
             super().__setattr__(name, value)
@@ -204,7 +196,7 @@ class FabricModule(nn.Module):
         return _same, (self.module,)
 
     def __dir__(self) -> list[str]:
-        return sorted({*dir(type(self)), *dir(self.module)})
+        return sorted({*dir(type(self)), *self.__dict__, *dir(self.module)})
 
 
 def check_set_up(module: Any) -> FabricModule:

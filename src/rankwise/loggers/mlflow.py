@@ -120,15 +120,8 @@ class MLFlowLogger(Logger):
             _ = self.experiment
         return self._experiment_id
 
-    @property
-    def name(self) -> str | None:
-        """The id of the experiment."""
-        return self.experiment_id
-
-    @property
-    def version(self) -> str | None:
-        """The id of the run."""
-        return self.run_id
+    name = experiment_id
+    version = run_id
 
     @property
     def save_dir(self) -> str | None:

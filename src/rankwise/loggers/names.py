@@ -95,13 +95,7 @@ LoggerRegistry.register("wandb", WandbLogger, "a run of Weights & Biases")
 
 
 def created_loggers(argument: str, given: Any, save_dir: str) -> list[Logger]:
-    """Return the loggers of an argument that is a logger, a name, or a sequence of them.
-
-    Raises:
-        InvalidTypeError: for something else.
-        ConfigurationError: for a method of a user's class that would never be called.
-        Others: as `LoggerRegistry.create`.
-    """
+    """Return the loggers of an argument that is a logger, a name, or a sequence of them; check each."""
     items = checked_list(argument, given, (Logger, str), "a Logger, a name, or a list of them")
     loggers = [LoggerRegistry.create(item, save_dir) if isinstance(item, str) else item for item in items]
     for each in loggers:

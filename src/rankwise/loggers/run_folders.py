@@ -15,13 +15,7 @@ from torch import nn
 
 from rankwise.checks import check_installed, check_minimum
 from rankwise.loggers.base import Logger, rank_zero_experiment
-from rankwise.loggers.values import (
-    HyperParameters,
-    flat_parameters,
-    image_array,
-    nested_parameters,
-    numbers,
-)
+from rankwise.loggers.values import HyperParameters, flat_parameters, image_array, nested_parameters, numbers
 from rankwise.nested import to_device
 from rankwise.paths import absolute_path
 from rankwise.ranks import rank_zero_only, warn
