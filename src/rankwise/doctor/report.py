@@ -97,11 +97,6 @@ class Report:
         content["next_step"] = self.next_step
         return json.dumps(content, indent=2)
 
-    def to_text(self) -> str:
-        """Return the report as text."""
-        blocks = [_block(section.title, section.lines) for section in self.sections]
-        return "\n\n".join([*blocks, self.advice()])
-
     def advice(self) -> str:
         """Return the last part of the text: what to fix, and the next step."""
         lines: list[str] = []

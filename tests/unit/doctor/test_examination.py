@@ -47,7 +47,7 @@ def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert speaks
     assert report.findings == []
     assert facts(report, "environment")["name"] == "local"
-    assert 'Trainer(strategy="ddp", devices=2)' in report.to_text()
+    assert 'Trainer(strategy="ddp", devices=2)' in report.advice()
     monkeypatch.setattr(rank_zero_only, "rank", 0)
     assert [examined({**BY_HAND, "RANK": r, "LOCAL_RANK": r})[1] for r in "01"] == [True, False]
 
@@ -63,7 +63,8 @@ def test_why_not_others() -> None:
     """Each launcher that was passed over is named with its reason."""
     report, _ = examined({"SLURM_JOB_ID": "12", "SLURM_PROCID": "0"})
     assert set(facts(report, "environment")["rejected"]) == {*environment_names()} - {"local"}  # type: ignore[call-overload]  # a mapping
-    assert re.search(r"^  not slurm: .*SLURM_STEP_ID is not set", report.to_text(), re.MULTILINE)
+    lines = "\n".join(report.sections[1].lines)
+    assert re.search(r"^not slurm: .*SLURM_STEP_ID is not set", lines, re.MULTILINE)
 
 
 def test_wrong_variables() -> None:
@@ -86,7 +87,7 @@ def test_notes_when_alone(environ: Mapping[str, str], said: str) -> None:
     """A scheduler's job without its starter, and a lone preset, are noted, and are no error."""
     report, _ = examined(environ)
     assert report.is_healthy
-    assert said in report.to_text()
+    assert said in report.advice()
 
 
 def test_known_to_crash() -> None:

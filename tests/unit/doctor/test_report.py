@@ -17,9 +17,7 @@ def report(*findings: Finding) -> Report:
 
 def test_errors_come_first() -> None:
     """The advice starts with what is wrong, whichever section found it first."""
-    text = report(NOTE, ERROR).to_text()
-    advice = text[text.index("What to fix") :].splitlines()
-    assert advice == [
+    assert report(NOTE, ERROR).advice().splitlines() == [
         "What to fix",
         "  WRONG: A thing is broken.",
         "    Fix: mend it.",
@@ -32,10 +30,10 @@ def test_a_note_is_healthy() -> None:
     """A note leaves the report healthy, and the next step is said; with an error that is the fix alone."""
     noted = report(NOTE)
     assert noted.is_healthy
-    assert noted.to_text().endswith("  Nothing is wrong.\n  Next:  go on.")
+    assert noted.advice().endswith("  Nothing is wrong.\n  Next:  go on.")
     broken = report(ERROR)
     assert not broken.is_healthy
-    assert "Next:" not in broken.to_text()
+    assert "Next:" not in broken.advice()
 
 
 def test_json_has_all() -> None:
@@ -66,16 +64,16 @@ def printed(as_json: bool | None) -> list[str]:
         shown.append(screen.getvalue())
         if as_json is not None:
             made.finish()
-    return [*shown, screen.getvalue(), made.to_text(), made.to_json()]
+    return [*shown, screen.getvalue(), made.advice(), made.to_json()]
 
 
 def test_sections_are_printed_as_they_come() -> None:
     """Each is on the screen before the next is measured, which is said before; other ranks print nothing."""
-    first, measuring, second, complete, text, _ = printed(as_json=False)
+    first, measuring, second, complete, advice, _ = printed(as_json=False)
     assert first == "First\n  one\n\n"
     assert measuring == f"{first}doctor: measuring ...\n"
     assert second == f"{measuring}Second\n  two\n\n"
-    assert complete.replace("doctor: measuring ...\n", "") == f"{text}\n"
+    assert complete == f"{second}{advice}\n"
     assert printed(None)[:4] == [""] * 4
 
 
