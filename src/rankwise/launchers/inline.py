@@ -21,16 +21,7 @@ from rankwise.stores.tcp import open_store
 _ANSWER = timedelta(seconds=60)
 # Counts the jobs of this process: all of them use the one store of the launcher that started it.
 _jobs = itertools.count(1)
-
-
-@final
-class _LastJob:
-    """The last job of this process: whether it has ended without a failure."""
-
-    has_succeeded = False
-
-
-_last = _LastJob()
+_has_last_succeeded = False  # whether the last job of this process has ended without a failure
 
 
 @final
@@ -50,7 +41,7 @@ class InlineLauncher(CallerLauncher):
     def context_between_jobs(self) -> WorkerContext | None:
         """Return the context of this process, if it is not alone and its last job has succeeded."""
         is_shared = self.has_other_ranks and self.address is not None
-        return self._context(self.address, job=0) if is_shared and _last.has_succeeded else None
+        return self._context(self.address, job=0) if is_shared and _has_last_succeeded else None
 
     def _context(self, address: tuple[str, int] | None, job: int) -> WorkerContext:
         return WorkerContext(
@@ -64,6 +55,7 @@ class InlineLauncher(CallerLauncher):
     @contextmanager
     def running(self, rendezvous: str) -> Iterator[RankRun]:
         """Be the rank in the block; report a failure, and raise it."""
+        global _has_last_succeeded
         if self.has_other_ranks:
             refuse_patched_threads()
         address = self.address
@@ -75,10 +67,10 @@ class InlineLauncher(CallerLauncher):
         try:
             page = None if address is None else NO_FILE
             with stacks_on_signal(), parent_death.children_end_with_parent(), heartbeat_written_to(page):
-                _last.has_succeeded = False
+                _has_last_succeeded = False
                 yield (run := RankRun(worker))
                 run.values = {self.ranks.global_rank: run.value}
-                _last.has_succeeded = True
+                _has_last_succeeded = True
         except Exception as error:
             worker.report_failure(error)
             raise

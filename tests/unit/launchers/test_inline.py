@@ -20,7 +20,7 @@ OTHERS = InlineLauncher(RankInfo(1, 1, 0, 2, 2, 1), ("127.0.0.1", 29500), store_
 @pytest.fixture(autouse=True)
 def _first_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start each test as if this process had run no job."""
-    monkeypatch.setattr(inline._last, "has_succeeded", False)
+    monkeypatch.setattr(inline, "_has_last_succeeded", False)
 
 
 def fail(worker: WorkerContext) -> None:
