@@ -28,17 +28,13 @@ class _Timer:
     call: Callable[[], None]
 
 
-def _do_nothing() -> None:
-    """The call of a deadline that is not set; replaced by `call_later`."""
-
-
 @final
 class EventLoop:
     """Call back in the thread that runs `run`; deliver signals there while the main thread is blocked."""
 
     def __init__(self) -> None:
         self._timers: list[_Timer] = []
-        self._deadline = _Timer(math.inf, math.inf, _do_nothing)
+        self._deadline: tuple[float, Callable[[], None]] | None = None  # when to call what
         self._pending: deque[Callable[[], None]] = deque()
         self._is_running = True
         self._thread_id: int | None = None
@@ -71,7 +67,7 @@ class EventLoop:
     @property
     def has_deadline(self) -> bool:
         """Whether a call of `call_later` is to come."""
-        return self._deadline.due_s < math.inf
+        return self._deadline is not None
 
     def call_every(self, interval_s: float, call: Callable[[], None]) -> None:
         """Call in intervals, late where the process was suspended; never, if the interval is infinite."""
@@ -80,13 +76,11 @@ class EventLoop:
 
     def call_later(self, seconds: float, call: Callable[[], None]) -> None:
         """Call in so many seconds, in place of what an earlier `call_later` would call."""
-        self._deadline.call = call  # first: the loop's thread makes the call as soon as it is due
-        self._deadline.due_s = time.monotonic() + seconds
+        self._deadline = time.monotonic() + seconds, call
 
     def cancel_deadline(self) -> None:
         """Do not make the call of `call_later`."""
-        self._deadline.due_s = math.inf
-        self._deadline.call = _do_nothing  # the call would keep its objects alive
+        self._deadline = None
 
     def call_soon(self, call: Callable[[], None]) -> None:
         """Call in the loop's thread. Runs on: any thread."""
@@ -109,7 +103,7 @@ class EventLoop:
         """Call back until `stop` is called."""
         self._thread_id = threading.get_ident()
         while self._is_running:
-            due_s = self._deadline.due_s
+            due_s = math.inf if self._deadline is None else self._deadline[0]
             for timer in self._timers:  # not in a generator, which would be a call for each timer
                 due_s = min(due_s, timer.due_s)
             ready = self._selector.select(min(max(0.0, due_s - time.monotonic()), _LONGEST_WAIT_S))
@@ -120,8 +114,10 @@ class EventLoop:
             for key, events in ready:
                 if key.data is not None:
                     key.data(events)
-            if time.monotonic() >= self._deadline.due_s:
-                self._call_deadline()
+            if (deadline := self._deadline) is not None and time.monotonic() >= deadline[0]:
+                self._deadline = None
+                deadline[1]()
+            del deadline  # the call keeps its objects alive
             for timer in self._timers:
                 if time.monotonic() >= timer.due_s:
                     timer.due_s = time.monotonic() + timer.interval_s
@@ -141,11 +137,6 @@ class EventLoop:
             self._pending.popleft()()
         if self._pending:
             self._wake_up()
-
-    def _call_deadline(self) -> None:
-        call = self._deadline.call
-        self.cancel_deadline()
-        call()
 
     def _wake_up(self) -> None:
         with suppress(OSError):  # full: the thread is about to look anyway; closed in a forked process
