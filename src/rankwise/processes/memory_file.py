@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from multiprocessing import reduction
 from typing import Any, final
 
@@ -135,7 +135,7 @@ def pack(value: object, descriptor: int) -> None:
     os.ftruncate(descriptor, max(start + pickler.storages.size, mmap.PAGESIZE))
     with mmap.mmap(descriptor, 0) as memory:
         memory[_HEADER.size : _HEADER.size + len(pickled)] = pickled
-        for offset, storage in pickler.storages:
+        for offset, storage in pickler.storages.values():
             source = torch.empty(0, dtype=torch.uint8).set_(storage.cpu())
             target = torch.frombuffer(memory, dtype=torch.uint8, count=len(source), offset=start + offset)
             target.copy_(source)
@@ -156,7 +156,14 @@ def unpack(descriptor: int, *, copy: bool) -> Any:
     if length == 0:
         raise EOFError("the value is not complete")
     end = _HEADER.size + length
-    return _Unpickler(memory[_HEADER.size : end], _StoredStorages(memory, _aligned(end), copy)).load()
+    start = _aligned(end)
+
+    @cache  # tensors that share a storage get the same object
+    def storage_at(offset: int, size: int) -> torch.UntypedStorage:
+        view = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start + offset)
+        return (view.clone() if copy else view).untyped_storage()
+
+    return _Unpickler(memory[_HEADER.size : end], storage_at).load()
 
 
 @final
@@ -206,31 +213,18 @@ def _aligned(offset: int) -> int:
 
 
 @final
-class _Storages:
-    """The storages of a value's tensors, each once, at their offsets."""
+class _Storages(dict[int, tuple[int, torch.UntypedStorage]]):
+    """The storages of a value's tensors with their offsets, each once, by the address of torch's object."""
 
-    def __init__(self) -> None:
-        self.size = 0
-        self._places: dict[int, tuple[int, torch.UntypedStorage]] = {}
-
-    def __iter__(self) -> Iterator[tuple[int, torch.UntypedStorage]]:
-        return iter(self._places.values())
-
-    def __len__(self) -> int:
-        return len(self._places)
+    size = 0
 
     def offset_of(self, storage: torch.UntypedStorage) -> int:
         """Return the offset of a storage, which gets one if it has none."""
         key, size = storage._cdata, storage.nbytes()
-        if size and key not in self._places:
-            self._places[key] = self.size, storage  # kept alive, so that no other storage gets its key
+        if size and key not in self:
+            self[key] = self.size, storage  # kept alive, so that no other storage gets its key
             self.size = _aligned(self.size + size)
-        return self._places[key][0] if size else 0
-
-    def keep(self, count: int) -> None:
-        """Forget all but the first `count` storages."""
-        for key in list(self._places)[count:]:
-            del self._places[key]
+        return self[key][0] if size else 0
 
 
 class _Pickler(pickle.Pickler):
@@ -257,7 +251,8 @@ class _Pickler(pickle.Pickler):
             for name, each in _shared_parts(value, self._modules):
                 self._names.setdefault(id(each), (number, name))
         except Exception as error:  # noqa: BLE001  pickling runs the user's code
-            self.storages.keep(count)
+            for key in list(self.storages)[count:]:
+                del self.storages[key]
             return number, pickle.dumps(Unreadable.because_of(error))
         return number, stream.getvalue()
 
@@ -300,30 +295,14 @@ def _rebuild_tensor(storage: torch.UntypedStorage, *args: Any) -> Any:
 
 
 @final
-class _StoredStorages:
-    """The storages in a mapped file, from `start` on; with `copy` copies of them."""
-
-    def __init__(self, memory: mmap.mmap, start: int, copy: bool) -> None:
-        self._memory, self._start, self._copy = memory, start, copy
-        self._known: dict[int, torch.UntypedStorage] = {}
-
-    def at(self, offset: int, size: int) -> torch.UntypedStorage:
-        """Return the storage of `size` bytes at an offset: the same object each time."""
-        if not size:
-            return torch.UntypedStorage(0)
-        if offset not in self._known:
-            view = torch.frombuffer(self._memory, dtype=torch.uint8, count=size, offset=self._start + offset)
-            self._known[offset] = (view.clone() if self._copy else view).untyped_storage()
-        return self._known[offset]
-
-
-@final
 class _Unpickler(pickle.Unpickler):
-    """Take the storages from the mapped memory. With `outer` it reads a part of that one's value."""
+    """Take the storages from `storage_at`. With `outer` it reads a part of that one's value."""
 
-    def __init__(self, pickled: bytes, storages: _StoredStorages, outer: _Unpickler | None = None) -> None:
+    def __init__(
+        self, pickled: bytes, storage_at: Callable[..., torch.UntypedStorage], outer: _Unpickler | None = None
+    ) -> None:
         super().__init__(io.BytesIO(pickled))
-        self._storages = storages
+        self._storage_at = storage_at
         self._parts: dict[int, Any] = {} if outer is None else outer._parts  # by number and name
 
     def find_class(self, module: str, name: str) -> Any:
@@ -332,7 +311,7 @@ class _Unpickler(pickle.Unpickler):
 
     def _part(self, number: int, pickled: bytes) -> object:
         try:
-            value = _Unpickler(pickled, self._storages, self).load()
+            value = _Unpickler(pickled, self._storage_at, self).load()
             self._parts[number] = dict(_shared_parts(value))
         except Exception as error:  # noqa: BLE001  pickling runs the user's code
             value = self._parts[number] = Unreadable.because_of(error)
@@ -349,7 +328,7 @@ class _Unpickler(pickle.Unpickler):
                 raise part
             return part[pid[1]]
         offset, size, dtype = pid
-        storage = self._storages.at(offset, size)
+        storage = self._storage_at(offset, size) if size else torch.UntypedStorage(0)
         if dtype is None:
             return storage
         return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
@@ -415,7 +394,7 @@ def fingerprint(value: object) -> bytes | None:
     try:
         pickler = _Pickler(digest)
         pickler.dump(value)
-        for _, storage in pickler.storages:
+        for _, storage in pickler.storages.values():
             on_cpu = storage.cpu()
             digest.write((ctypes.c_char * on_cpu.nbytes()).from_address(on_cpu.data_ptr()))
     except Exception:  # noqa: BLE001  pickling runs the user's code
