@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -109,25 +109,22 @@ def run_job(group: WorkerGroup, started_s: float) -> dict[int, Any]:
         with supervisor.handle_signals():
             supervisor.wait_job()
     except StoppedBySignal as stopped:
-        stopped.values = _values_of(group, started_s)
+        stopped.values = values_of(supervisor.ranks(), group.values.values(), started_s)
         raise
     finally:
         _supervisors.pop(supervisor, None)
-    return _values_of(group, started_s)
+    return values_of(supervisor.ranks(), group.values.values(), started_s)
 
 
-def _values_of(group: WorkerGroup, started_s: float) -> dict[int, Any]:
-    """Return the ranks' return values, by global rank."""
-    ranks = {rank.global_rank: rank for rank in group.supervisor.ranks()}
-    return {number: value_of(rank, group.values[number], started_s) for number, rank in ranks.items()}
-
-
-def value_of(rank: FailureRecord, value: Descriptor, started_s: float) -> Any:
-    """Return a rank's return value; raise its `WorkerRaisedError` if that cannot be unpickled."""
-    try:
-        return unpack(value.number, copy=False)
-    except Exception as error:  # noqa: BLE001  unpickling runs the user's code
-        raise rank.of_value(error).to_error(started_s, (), ()) from None
+def values_of(ranks: list[FailureRecord], files: Iterable[Descriptor], started_s: float) -> dict[int, Any]:
+    """Return ranks' values by global rank; raise a rank's `WorkerRaisedError` if one cannot be unpickled."""
+    values = {}
+    for rank, file in zip(ranks, files, strict=True):
+        try:
+            values[rank.global_rank] = unpack(file.number, copy=False)
+        except Exception as error:  # noqa: BLE001  unpickling runs the user's code
+            raise rank.of_value(error).to_error(started_s, (), ()) from None
+    return values
 
 
 def create_job(
