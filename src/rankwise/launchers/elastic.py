@@ -317,4 +317,4 @@ def _work(job: _Job) -> None:
         return record.exit_status or 1
 
     write_failure(FailureRecord.of_rank(ranks, os.getpid(), exit_status=0, phase=""))
-    run_worker(job.spec, worker, lambda value: pack(value, values), fail)
+    run_worker(job.spec.run, worker, lambda value: pack(value, values), fail)

@@ -174,7 +174,7 @@ def _work(
     worker.channel = open_channel(sock, heartbeat.number)
     job.set_up_process({})
     # Failures are reported over the channel; the main process raises them.
-    run_worker(job, worker, lambda value: pack(value, values.number), on_failure=lambda error: 1)
+    run_worker(job.run, worker, lambda value: pack(value, values.number), on_failure=lambda error: 1)
     report_phase(LEAVING)
     if not isinstance(job.entry, Descriptor):
         _exit_fork()

@@ -81,7 +81,7 @@ def open_channel(sock: socket.socket, heartbeat: int) -> RankChannel:
 
 @start_exception_chain()
 def run_worker(
-    spec: JobSpec,
+    entry: Entry,
     worker: WorkerContext,
     pack_value: Callable[[Any], None],
     on_failure: Callable[[BaseException], int],
@@ -91,7 +91,7 @@ def run_worker(
     `pack_value` takes the return value; `on_failure` takes the exception, and returns the exit code.
     """
     try:
-        worker.run(spec.run, finish=pack_value)
+        worker.run(entry, finish=pack_value)
         if worker.channel is not None:
             worker.channel.send(Kind.DONE)
     except BaseException as error:  # noqa: BLE001  whatever ended it

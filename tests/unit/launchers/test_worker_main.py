@@ -55,7 +55,7 @@ def test_a_job_that_succeeds(ends: Ends, exits: list[int]) -> None:
     values: list[object] = []
     for channel in (ends.channel, None):
         worker = WorkerContext(RANKS, channel=channel)
-        run_worker(JobSpec(rank_of, "fork"), worker, values.append, on_failure=lambda error: 7)
+        run_worker(rank_of, worker, values.append, on_failure=lambda error: 7)
     assert values == [1, 1]
     assert (ends.receive(), exits) == ((Kind.DONE, b""), [])
 
@@ -68,7 +68,7 @@ def test_a_job_that_fails(ends: Ends, exits: list[int]) -> None:
         errors.append(error)
         return 7
 
-    run_worker(JobSpec(fail, "fork"), WorkerContext(RANKS, channel=ends.channel), print, on_failure)
+    run_worker(fail, WorkerContext(RANKS, channel=ends.channel), print, on_failure)
     assert [type(error) for error in errors] == [ValueError]
     assert exits == [7]
     assert [ends.receive()[0] for _ in range(2)] == [Kind.FAILURE, Kind.LEFT]
@@ -78,7 +78,7 @@ def test_a_job_that_fails(ends: Ends, exits: list[int]) -> None:
 def test_a_job_that_is_stopped(ends: Ends, exits: list[int], is_supervised: bool) -> None:
     """The supervisor is told, and the process returns; under an agent it exits."""
     worker = WorkerContext(RANKS, channel=ends.channel if is_supervised else None)
-    run_worker(JobSpec(stop, "fork"), worker, lambda value: None, on_failure=lambda error: 143)
+    run_worker(stop, worker, lambda value: None, on_failure=lambda error: 143)
     assert exits == ([] if is_supervised else [143])
     if is_supervised:
         assert ends.receive() == (Kind.STOPPED, b"15")

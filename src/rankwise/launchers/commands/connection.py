@@ -14,10 +14,9 @@ import struct
 import time
 from dataclasses import asdict, dataclass
 from enum import IntEnum, unique
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 from rankwise.errors import PeerAuthenticationError
-from rankwise.launchers.context import WorkerContext
 from rankwise.stores.values import decoded
 
 _HASH = "sha256"
@@ -49,16 +48,6 @@ class Introduction:
     global_rank: int
     pid: int
     host: str
-
-
-@final
-@dataclass
-class RemoteJob:
-    """The data that a rank gets before its entry; all of it is rankwise's or Python's own."""
-
-    worker: WorkerContext
-    preparation: dict[str, Any]  # of multiprocessing, with which a rank imports the main module
-    start_method: str  # multiprocessing's default in the launching process
 
 
 class Connection(NamedTuple):

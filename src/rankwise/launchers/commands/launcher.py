@@ -30,7 +30,7 @@ from rankwise.errors import (
 from rankwise.launchers import preconditions
 from rankwise.launchers.commands import connection
 from rankwise.launchers.commands import worker as worker_module
-from rankwise.launchers.commands.connection import Introduction, Purpose, RemoteJob
+from rankwise.launchers.commands.connection import Introduction, Purpose
 from rankwise.launchers.commands.process import CommandProcess, SupervisedCommand
 from rankwise.launchers.context import Entry, Launcher, WorkerContext
 from rankwise.launchers.multiprocess import create_job, run_job
@@ -126,8 +126,8 @@ class CommandLauncher(Launcher):
             raise TypeError(f"{job.entry!r} is not packed")
         preparation = spawn.get_preparation_data(f"rankwise-{rank}")
         preparation["authkey"] = bytes(preparation["authkey"])  # of a type that refuses to be pickled here
-        remote = RemoteJob(worker, preparation, job.start_method)
-        link = RankLink(rank, remote, job.entry, links, self.options.init_timeout)
+        data = pickle.dumps((worker, preparation))  # all of it is rankwise's or Python's own
+        link = RankLink(rank, data, job.entry, links, self.options.init_timeout)
         server.links[rank] = link
         command = [sys.executable, "-m", worker_module.__name__, self.address, str(server.port), str(rank)]
         link.process.watch(self._started(command, {JOB_KEY: key}, rank))
@@ -152,12 +152,12 @@ class RankLink:
     """The connections of one rank, and the way from them to the supervisor's socket and memory file."""
 
     def __init__(
-        self, global_rank: int, job: RemoteJob, entry: Descriptor, links: WorkerLinks, timeout: timedelta
+        self, global_rank: int, data: bytes, entry: Descriptor, links: WorkerLinks, timeout: timedelta
     ) -> None:
         timeout_s = timeout.total_seconds()
         self.process = SupervisedCommand(global_rank, links.parent_pipe, self.cut)
         self.process.lost_channel = f"it has not connected to the launching process within {timeout_s:g} s"
-        self._job, self._entry, self._values = job, entry, links.values
+        self._data, self._entry, self._values = data, entry, links.values
         self._local = links.channel.dup()  # the other end is the supervisor's
         fork_safety.close_in_child(self._local)
         self._lock = threading.Lock()
@@ -189,7 +189,7 @@ class RankLink:
         self.process.lost_channel = _LOST_CONNECTION
         outgoing = threading.Thread(target=self._serve_supervisor, args=(sock,), daemon=True)
         try:
-            connection.send_bytes(sock, pickle.dumps(self._job))
+            connection.send_bytes(sock, self._data)
             connection.send_file(sock, self._entry.number)
             outgoing.start()
             _forward(sock, self._local)

@@ -18,9 +18,9 @@ from typing import Any
 
 from rankwise.launchers.channel import Kind, RankChannel
 from rankwise.launchers.commands import connection
-from rankwise.launchers.commands.connection import Purpose, RemoteJob
-from rankwise.launchers.context import WorkerContext
-from rankwise.launchers.worker_main import JobSpec, open_channel, run_worker
+from rankwise.launchers.commands.connection import Purpose
+from rankwise.launchers.context import Entry, WorkerContext
+from rankwise.launchers.worker_main import open_channel, run_worker
 from rankwise.monitoring.heartbeat import LEAVING, NO_FILE, contents_of_page, report_phase
 from rankwise.processes.parent_death import end_with_peer
 from rankwise.start import JOB_KEY
@@ -36,36 +36,33 @@ def run_rank(host: str, port: str, rank: str) -> None:
     lifeline = open_connection(Purpose.LIFELINE)
     end_with_peer(lifeline.sock.fileno())
     sock, clock_offset_s = open_connection(Purpose.CHANNEL)
-    job, entry = _receive_job(sock)
-    worker = job.worker
+    worker, entry = _receive_job(sock)
     worker.key, worker.clock_offset_s = key, clock_offset_s
     worker.channel = open_channel(sock, NO_FILE)
     sending = (worker.channel, clock_offset_s)
     threading.Thread(target=_send_heartbeats, args=sending, name="rankwise-heartbeat", daemon=True).start()
-    spec = JobSpec(partial(_run, job, entry), job.start_method)
-    spec.set_up_process({})
-    run_worker(spec, worker, partial(_return_value, open_connection), on_failure=lambda error: 1)
+    run_worker(entry, worker, partial(_return_value, open_connection), on_failure=lambda error: 1)
     report_phase(LEAVING)
 
 
-def _receive_job(sock: socket.socket) -> tuple[RemoteJob, int]:
-    """Return the job, and a descriptor of the packed entry."""
+def _receive_job(sock: socket.socket) -> tuple[WorkerContext, Entry]:
+    """Return the rank's context and its entry, which imports the main module first."""
     from rankwise.processes.memory_file import create_memory_file
 
-    job: RemoteJob = pickle.loads(connection.receive_bytes(sock))
+    worker, preparation = pickle.loads(connection.receive_bytes(sock))
     entry = create_memory_file()
     connection.receive_file(sock, entry)
-    return job, entry
+    return worker, partial(_run, preparation, entry)
 
 
-def _run(job: RemoteJob, entry: int, worker: WorkerContext) -> Any:
-    """Import the main module, then run the entry."""
+def _run(preparation: dict[str, Any], entry: int, worker: WorkerContext) -> Any:
+    """Import the main module, with multiprocessing's data for that, then run the entry."""
     from rankwise.processes.memory_file import unpack
 
     process: Any = multiprocessing.process.current_process()
     process._inheriting = True  # what the main module starts meanwhile is refused
     try:
-        spawn.prepare(job.preparation)
+        spawn.prepare(preparation)  # also sets the default start method
         function = unpack(entry, copy=False)
     finally:
         del process._inheriting
