@@ -21,6 +21,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property
 from multiprocessing import reduction
+from types import SimpleNamespace
 from typing import Any, final
 
 import torch
@@ -230,7 +231,7 @@ class _Storages(dict[int, tuple[int, torch.UntypedStorage]]):
 class _Pickler(pickle.Pickler):
     """Collect each storage once; pickle its offset in its place. With `outer`, pickle a part of its value."""
 
-    def __init__(self, stream: io.IOBase, outer: _Pickler | None = None) -> None:
+    def __init__(self, stream: Any, outer: _Pickler | None = None) -> None:
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
         if outer is None:
             named = _sent_by_name.get()
@@ -390,25 +391,13 @@ def pickling_error(value: object) -> Exception | None:
 
 def fingerprint(value: object) -> bytes | None:
     """Return a digest of a value and the data of its tensors on the CPU; None if it cannot be pickled."""
-    digest = _Digest()
+    digest = hashlib.blake2b(digest_size=16)
     try:
-        pickler = _Pickler(digest)
+        pickler = _Pickler(SimpleNamespace(write=digest.update))
         pickler.dump(value)
         for _, storage in pickler.storages.values():
             on_cpu = storage.cpu()
-            digest.write((ctypes.c_char * on_cpu.nbytes()).from_address(on_cpu.data_ptr()))
+            digest.update((ctypes.c_char * on_cpu.nbytes()).from_address(on_cpu.data_ptr()))
     except Exception:  # noqa: BLE001  pickling runs the user's code
         return None
-    return digest.value.digest()
-
-
-@final
-class _Digest(io.RawIOBase):
-    """A stream that keeps only the digest of its data."""
-
-    def __init__(self) -> None:
-        self.value = hashlib.blake2b(digest_size=16)
-
-    def write(self, data: Any) -> int:
-        self.value.update(data)
-        return memoryview(data).nbytes
+    return digest.digest()
