@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, final
 from rankwise.errors import ProcessGroupError, WorkerError
 from rankwise.failures.record import FailureRecord, first_cause
 from rankwise.launchers.context import Entry, Launcher, WorkerContext
-from rankwise.launchers.multiprocess import create_job, refuse_where_impossible, values_of
+from rankwise.launchers.multiprocess import create_job, refuse_where_impossible, returned_values
 from rankwise.launchers.preconditions import shortages_named
 from rankwise.launchers.script_place import count_launch
 from rankwise.launchers.worker_main import JobSpec, bind_to_main_process, run_worker
@@ -90,7 +90,7 @@ class ElasticLauncher(Launcher):
             gc.collect()  # the agent, with the store that it hosts, is a cycle
             if failures:
                 raise _worker_error(failures, job, started_s)
-            return values_of(job.written(), job.values, started_s)
+            return returned_values(job.written(), job.values, started_s)
 
     def _prepare(self, entry: Entry, described: Mapping[str, object], cleanup: ExitStack) -> _Job:
         spec = create_job(self.start_method, entry, described, cleanup)

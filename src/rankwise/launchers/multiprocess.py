@@ -109,14 +109,16 @@ def run_job(group: WorkerGroup, started_s: float) -> dict[int, Any]:
         with supervisor.handle_signals():
             supervisor.wait_job()
     except StoppedBySignal as stopped:
-        stopped.values = values_of(supervisor.ranks(), group.values.values(), started_s)
+        stopped.values = returned_values(supervisor.ranks(), group.values.values(), started_s)
         raise
     finally:
         _supervisors.pop(supervisor, None)
-    return values_of(supervisor.ranks(), group.values.values(), started_s)
+    return returned_values(supervisor.ranks(), group.values.values(), started_s)
 
 
-def values_of(ranks: list[FailureRecord], files: Iterable[Descriptor], started_s: float) -> dict[int, Any]:
+def returned_values(
+    ranks: list[FailureRecord], files: Iterable[Descriptor], started_s: float
+) -> dict[int, Any]:
     """Return ranks' values by global rank; raise a rank's `WorkerRaisedError` if one cannot be unpickled."""
     values = {}
     for rank, file in zip(ranks, files, strict=True):

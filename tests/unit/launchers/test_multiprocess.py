@@ -20,7 +20,7 @@ from rankwise.launchers.multiprocess import (
     MultiprocessLauncher,
     create_job,
     refuse_where_impossible,
-    values_of,
+    returned_values,
 )
 from rankwise.processes.memory_file import Descriptor, owned_descriptor, pack
 from rankwise.ranks import RankInfo
@@ -130,7 +130,7 @@ def test_a_value_comes_back() -> None:
         for value in ([1, "two"], None):
             file = owned_descriptor(cleanup)
             pack(value, file.number)
-            assert values_of([RANK], [file], time.monotonic()) == {1: value}
+            assert returned_values([RANK], [file], time.monotonic()) == {1: value}
 
 
 def test_a_value_that_cannot_be_read_is_its_ranks_failure() -> None:
@@ -138,7 +138,7 @@ def test_a_value_that_cannot_be_read_is_its_ranks_failure() -> None:
     with ExitStack() as cleanup, pytest.raises(WorkerRaisedError, match="global_rank=1 ") as raised:
         file = owned_descriptor(cleanup)
         pack(FailsToUnpickle(), file.number)
-        values_of([RANK], [file], time.monotonic())
+        returned_values([RANK], [file], time.monotonic())
     assert raised.value.exception_type == "ValueError"
     assert raised.value.exception_message == "what it returned cannot be unpickled: not here"
     assert (raised.value.stopped, raised.value.consequences) == ((), ())
