@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing.process
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -42,7 +41,7 @@ class StartedProcess(ABC):
     """A process that was started from here, and that ends with this one."""
 
     pid: int  # on its host; 0 as long as it is unknown
-    host: str = ""  # empty as long as it is unknown
+    host: str = ""  # empty for this one, and as long as it is unknown
     was_killed: bool = False  # whether `kill` was called
     is_here: bool = True  # whether it can be given signals and looked up in /proc
     lost_channel: str = (  # why its channel may be closed while it runs
@@ -83,7 +82,6 @@ class LocalProcess(StartedProcess):
 
     def __init__(self, pid: int, parent_pipe: ParentDeathPipe) -> None:
         self.pid = pid
-        self.host = socket.gethostname()
         self._parent_pipe = parent_pipe
         self._reaping = threading.Lock()
         self._is_reaped = False
