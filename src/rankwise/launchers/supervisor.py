@@ -97,14 +97,8 @@ class SupervisedRank(MonitoredRank):
         return FailureRecord.of_rank(self.ranks, self.pid, host=host or socket.gethostname(), **facts)
 
     def end(self, phase: str) -> FailureRecord:
-        """Return the record of a rank whose process has ended."""
+        """Return the record of a rank whose process has ended in a phase of the job."""
         return self.record(exit_status=self.exit_status, phase=phase)
-
-    def phase(self, is_in_job: bool) -> str:
-        """Return at which point of the job the rank's process ended."""
-        if not self.has_started:
-            return WorkerExitedError.NOT_STARTED
-        return "before it had finished" if is_in_job else "after it had finished its part"
 
 
 @final
@@ -536,11 +530,14 @@ class Supervisor:
         worker.exit_status = process.wait()
         worker.has_ended = True
         is_in_job = worker.jobs_done < self._job
+        phase = "before it had finished" if is_in_job else "after it had finished its part"
+        if not worker.has_started:
+            phase = WorkerExitedError.NOT_STARTED
         status = worker.exit_status or 0  # an unknown one is good where the rank has done its part
         if (status != 0 or is_in_job) and not self._may_end(worker):
-            self._on_early_end(worker, worker.phase(is_in_job))
+            self._on_early_end(worker, phase)
         elif status < 0 and not (process.was_killed or worker.has_failed):
-            self._failures.add_late(worker.end(worker.phase(is_in_job)))
+            self._failures.add_late(worker.end(phase))
         self._check()
 
     def _on_early_end(self, worker: SupervisedRank, phase: str) -> None:
