@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import zlib
 from collections import defaultdict
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import NamedTuple, final
 
@@ -14,7 +13,7 @@ from torch.distributed import distributed_c10d
 
 from rankwise.errors import CollectiveMismatchError
 from rankwise.monitoring.heartbeat import blocked_in
-from rankwise.process_group.interception import Call, call_from_here, intercepted
+from rankwise.process_group.interception import Call
 from rankwise.process_group.lone_calls import refuse_lone_call
 from rankwise.process_group.rank_comparison import ranks_by_value
 from rankwise.stores.sealed import part_of
@@ -59,10 +58,6 @@ class CollectiveCheck:
         self._numbers: dict[str, int] = defaultdict(int)
         self._lock = threading.Lock()
 
-    def checking(self) -> AbstractContextManager[None]:
-        """Return the block in which collectives raise on every rank where calls differ or are missing."""
-        return intercepted(self._compare)
-
     def finish(self) -> None:
         """Check that all ranks are done, so that no rank waits for another one in a collective.
 
@@ -78,11 +73,8 @@ class CollectiveCheck:
             with blocked_in(_END):
                 self._wait_for_same_call(self._next_slot(world), _END, _END, _END_TIMEOUT)
 
-    def compare(self, group: dist.ProcessGroup, name: str) -> None:
-        """Compare a call in which C++ runs collectives that cannot be intercepted."""
-        self._compare(call_from_here(group, name))
-
-    def _compare(self, call: Call) -> None:
+    def compare(self, call: Call) -> None:
+        """Compare this rank's call with the other ranks'; raise where they differ or one is missing."""
         text = f"{call.what} {call.where}"
         refuse_lone_call(text, call.group.size())
         with blocked_in(f"{call.name} {call.where}"):

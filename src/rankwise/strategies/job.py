@@ -107,7 +107,7 @@ class Job:
         if config.check_collectives and worker.ranks.world_size > 1:
             own_store = worker.open_another(store, config.init_timeout)
             self.check = CollectiveCheck(worker.ranks.global_rank, own_store, config.timeout)
-            enter(self.check.checking())
+            enter(interception.intercepted(self.check.compare))
 
     def guard(self, name: str, group: ProcessGroup | None = None) -> AbstractContextManager[None]:
         """Return the block for a collective; the supervisor sees that this rank waits in it.

@@ -17,6 +17,7 @@ from rankwise.errors import ConfigurationError
 from rankwise.gradient_sync.comm_hook import register_ddp_comm_hook
 from rankwise.launchers import Launcher
 from rankwise.process_group.collective_check import CollectiveCheck
+from rankwise.process_group.interception import call_from_here
 from rankwise.process_group.rank_comparison import has_values
 
 # Where torch keeps what module.compile() made.
@@ -135,7 +136,7 @@ def check_collectives_of(wrapped: DistributedDataParallel, check: CollectiveChec
             return
         if has_stepped:
             handle.remove()
-            check.compare(module.process_group, "forward pass of DistributedDataParallel")
+            check.compare(call_from_here(module.process_group, "forward pass of DistributedDataParallel"))
         has_stepped |= module.require_backward_grad_sync
 
     handle = wrapped.register_forward_pre_hook(before_forward)
