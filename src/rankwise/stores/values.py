@@ -20,6 +20,7 @@ _ANOTHER_JOB = (
     "docs/security.md says who can write to a job's store."
 )
 _SHOWN = 80
+_type_hints = cache(get_type_hints)
 
 
 def read_value(store: Store, key: str, kind: type[T]) -> T:
@@ -48,7 +49,7 @@ def _checked(kind: Any, value: Any) -> Any:
         return value
     origin, kinds = get_origin(kind), get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        hints = _hints(kind)
+        hints = _type_hints(kind)
         return kind(**{name: _checked(hints[name], each) for name, each in _of(dict, value).items()})
     if origin is UnionType:
         (kind,) = {*kinds} - {NoneType}
@@ -68,8 +69,3 @@ def _of(kind: type[T], value: Any) -> T:
     if type(value) is not kind:
         raise TypeError(f"{type(value).__name__} in place of {kind.__name__}")
     return value
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
