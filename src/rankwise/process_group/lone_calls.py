@@ -148,10 +148,7 @@ def _wait_for_outcome(store: dist.Store, key: str, timeout: timedelta) -> None:
 
 
 def refuse_lone_call(call: str, group_size: int | None) -> None:
-    """Raise if only some ranks can call a collective of `group_size` ranks (None: of all) here.
-
-    That is so in code that only rank zero runs, and in the hooks that follow a failure on this rank.
-    """
+    """Raise if only some ranks can call a collective of `group_size` ranks (None: of all) here."""
     refuse_after_failure(call)
     if is_in_rank_zero_section():
         remedy = "call it outside of what is decorated with rank_zero_only."
@@ -190,7 +187,7 @@ def refuse_after_failure(call: str, remedy: str = _REMEDY) -> None:
 
 def refuse_partly_updated(call: str) -> None:
     """Raise LifecycleError if another rank's failure has stopped this rank within an optimizer step."""
-    if is_after_failure() and _blocks.was_in_optimizer_step:
+    if _blocks.was_in_optimizer_step:
         needed = "weights that are not partly updated"
         remedy = "the rank that failed first can save: call it in on_exception on every rank."
         raise LifecycleError(call, "stopped within an optimizer step", needed, remedy)
