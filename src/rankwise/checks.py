@@ -87,6 +87,16 @@ def check_keywords(
             raise UnknownArgumentError(target=target, name=name, known=known, remedy=remedy)
 
 
+def keywords_of(function: Callable[..., Any], given: Iterable[str]) -> list[str]:
+    """Return the keywords that a function takes; where it takes any, those that are `given` too."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # written in C
+        return [*given]
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return [*parameters, *(given if takes_any else ())]
+
+
 def check_installed(package: str, extra: str, purpose: str) -> None:
     """Raise `MissingExtraError` unless an optional package is installed; imports nothing."""
     spec = importlib.util.find_spec(package)

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from rankwise.checks import check_callable, check_value
+from rankwise.checks import check_callable, check_value, keywords_of
 from rankwise.errors import InvalidTypeError
 from rankwise.strategies import Strategy
 from rankwise.strategies.agreement import share_states
@@ -65,15 +65,5 @@ def call_callbacks(callbacks: Iterable[object], hook_name: str, *args: Any, **kw
         if hook is None:
             continue
         check_callable(f"{type(callback).__name__}.{hook_name}", hook, "a method")
-        hook(*args, **_taken(hook, kwargs))
-
-
-def _taken(hook: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments that a method takes."""
-    try:
-        parameters = inspect.signature(hook).parameters
-    except (TypeError, ValueError):  # written in C
-        return kwargs
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
-        return kwargs
-    return {name: value for name, value in kwargs.items() if name in parameters}
+        taken = keywords_of(hook, kwargs)
+        hook(*args, **{name: value for name, value in kwargs.items() if name in taken})

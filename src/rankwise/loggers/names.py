@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint
 from typing import Any, NamedTuple, final
 
-from rankwise.checks import check_callable, check_is_a, check_keywords, check_overrides, checked_list
+from rankwise import checks
 from rankwise.compatibility.names import MISSING_HOOKS
 from rankwise.errors import UnknownNameError
 from rankwise.loggers.base import Logger
@@ -67,12 +67,11 @@ class _Registry(NameTable[RegisteredLogger]):
         plain, options = split_options("logger", name)
         make = self.entry(plain).logger
         parameters = inspect.signature(make).parameters
-        if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-            check_keywords(f"logger {plain!r}", options, parameters)
+        checks.check_keywords(f"logger {plain!r}", options, checks.keywords_of(make, options))
         if "save_dir" in parameters and parameters["save_dir"].default is inspect.Parameter.empty:
             options.setdefault("save_dir", save_dir)
         logger = make(**options)
-        check_is_a(f"logger {plain!r}", logger, Logger)
+        checks.check_is_a(f"logger {plain!r}", logger, Logger)
         return logger
 
     def _entries_of(self, point: EntryPoint, loaded: Any) -> Mapping[str, RegisteredLogger]:
@@ -83,7 +82,7 @@ class _Registry(NameTable[RegisteredLogger]):
 
 
 def _checked(logger: Any, description: str) -> RegisteredLogger:
-    check_callable("logger", logger, "a subclass of Logger, or a function that returns a logger")
+    checks.check_callable("logger", logger, "a subclass of Logger, or a function that returns a logger")
     return RegisteredLogger(logger, description)
 
 
@@ -96,8 +95,8 @@ LoggerRegistry.register("wandb", WandbLogger, "a run of Weights & Biases")
 
 def created_loggers(argument: str, given: Any, save_dir: str) -> list[Logger]:
     """Return the loggers of an argument that is a logger, a name, or a sequence of them; check each."""
-    items = checked_list(argument, given, (Logger, str), "a Logger, a name, or a list of them")
+    items = checks.checked_list(argument, given, (Logger, str), "a Logger, a name, or a list of them")
     loggers = [LoggerRegistry.create(item, save_dir) if isinstance(item, str) else item for item in items]
     for each in loggers:
-        check_overrides(each, MISSING_HOOKS["logger"])
+        checks.check_overrides(each, MISSING_HOOKS["logger"])
     return loggers

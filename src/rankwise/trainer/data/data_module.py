@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from typing_extensions import Self
 
-from rankwise.checks import check_is_a
+from rankwise.checks import check_is_a, keywords_of
 from rankwise.errors import ConfigurationError
 from rankwise.hyperparameters import HyperparametersMixin
 from rankwise.nested import contained, map_nested, to_device, walked
@@ -146,11 +145,9 @@ class DataModule(HyperparametersMixin, DataHooks):
         given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
         for name, datasets in given.items():
             _check_datasets(f"{name}_dataset", datasets)
-        parameters = inspect.signature(cls.__init__).parameters.values()
-        takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
         own = {"batch_size": batch_size, "num_workers": num_workers}
-        known = {each.name for each in parameters}
-        taken = {name: value for name, value in own.items() if takes_any or name in known}
+        known = keywords_of(cls.__init__, own)
+        taken = {name: value for name, value in own.items() if name in known}
         datamodule = cls(**kwargs, **taken)
         for name, datasets in given.items():
             if datasets is not None:
