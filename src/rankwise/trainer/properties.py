@@ -30,7 +30,7 @@ from rankwise.trainer.loops.manual import ManualOptimization
 from rankwise.trainer.loops.optimizers import OptimizerSet, SchedulerConfig
 from rankwise.trainer.metrics.results import Results
 from rankwise.trainer.module import TrainingModule
-from rankwise.trainer.state import Progress, StageState, TrainerState, TrainerStatus
+from rankwise.trainer.state import Progress, StageState, TrainerState, TrainerStatus, read_only
 
 
 def _forwarded(path: str) -> Any:
@@ -38,11 +38,6 @@ def _forwarded(path: str) -> Any:
     part, _, name = path.rpartition(".")
     owner = operator.attrgetter(part)
     return property(operator.attrgetter(path), lambda trainer, value: setattr(owner(trainer), name, value))
-
-
-def _read_only(path: str) -> Any:
-    """Return a property that reads `path`; an assignment raises AttributeError."""
-    return property(operator.attrgetter(path))
 
 
 def _in_phase(*phases: str) -> Any:
@@ -87,15 +82,15 @@ class TrainerProperties(_Options):
     _module: TrainingModule | None
 
     vars().update({name: _forwarded(f"options.{name}") for name in TrainerOptions.__dataclass_fields__})
-    overfit_batches: int | float = _read_only("options.overfit_batches")
-    fast_dev_run: int = _read_only("options.fast_dev_run")
-    barebones: bool = _read_only("options.barebones")
-    sync_batchnorm: bool = _read_only("strategy.sync_batchnorm")
-    num_nodes: int = _read_only("strategy.num_nodes")
-    precision: str = _read_only("strategy.precision.name")
-    precision_plugin: Precision = _read_only("strategy.precision")
-    accelerator: str = _read_only("strategy.root_device.type")
-    distributed_sampler_kwargs: dict[str, int] = _read_only("strategy.distributed_sampler_kwargs")
+    overfit_batches: int | float = read_only("options.overfit_batches")
+    fast_dev_run: int = read_only("options.fast_dev_run")
+    barebones: bool = read_only("options.barebones")
+    sync_batchnorm: bool = read_only("strategy.sync_batchnorm")
+    num_nodes: int = read_only("strategy.num_nodes")
+    precision: str = read_only("strategy.precision.name")
+    precision_plugin: Precision = read_only("strategy.precision")
+    accelerator: str = read_only("strategy.root_device.type")
+    distributed_sampler_kwargs: dict[str, int] = read_only("strategy.distributed_sampler_kwargs")
 
     progress: Progress = _forwarded("state.progress")
     seed: int = _forwarded("state.seed")
@@ -105,7 +100,7 @@ class TrainerProperties(_Options):
     callback_metrics: dict[str, Tensor] = _forwarded("state.metrics.callback")
     logged_metrics: dict[str, Tensor] = _forwarded("state.metrics.logged")
     has_validation: bool = _forwarded("state.has_validation")
-    enable_validation: bool = _read_only("state.has_validation")
+    enable_validation: bool = read_only("state.has_validation")
     # This rank's part of the last stage's loaders, in the given containers; None in other processes:
     train_dataloader: Any = _of_phase("_stage.loaders", "train")
     val_dataloaders: Any = _of_phase("_stage.loaders", "validate")
@@ -120,28 +115,28 @@ class TrainerProperties(_Options):
     lr_scheduler_configs: list[SchedulerConfig] = _forwarded("_optimizers.created.schedulers")
 
     # Of the last stage; None before the first:
-    lightning_module: TrainingModule | None = _read_only("_module")
-    current_epoch: int = _read_only("progress.current_epoch")
-    global_step: int = _read_only("progress.global_step")
+    lightning_module: TrainingModule | None = read_only("_module")
+    current_epoch: int = read_only("progress.current_epoch")
+    global_step: int = read_only("progress.global_step")
 
     epoch_results: Results | None = _forwarded("_stage.epoch_results")
     running_manual_optimization: ManualOptimization | None = _forwarded("_stage.manual_optimization")
-    is_validation_due: bool = _read_only("_stage.is_validation_due")
+    is_validation_due: bool = read_only("_stage.is_validation_due")
     training: bool = _in_phase("train")
-    sanity_checking: bool = _read_only("_stage.is_sanity_check")
-    is_last_batch: bool = _read_only("_stage.is_last_batch")
-    is_padding_step: bool = _read_only("_stage.is_padding_step")
-    received_sigterm: bool = _read_only("state.received_sigterm")
+    sanity_checking: bool = read_only("_stage.is_sanity_check")
+    is_last_batch: bool = read_only("_stage.is_last_batch")
+    is_padding_step: bool = read_only("_stage.is_padding_step")
+    received_sigterm: bool = read_only("state.received_sigterm")
     testing: bool = _in_phase("test")
     predicting: bool = _in_phase("predict")
     evaluating: bool = _in_phase("validate", "test")
 
-    world_size: int = _read_only("strategy.world_size")
-    global_rank: int = _read_only("strategy.global_rank")
-    local_rank: int = _read_only("strategy.local_rank")
-    node_rank: int = _read_only("strategy.node_rank")
-    num_devices: int = _read_only("strategy.local_world_size")
-    is_global_zero: bool = _read_only("strategy.is_global_zero")
+    world_size: int = read_only("strategy.world_size")
+    global_rank: int = read_only("strategy.global_rank")
+    local_rank: int = read_only("strategy.local_rank")
+    node_rank: int = read_only("strategy.node_rank")
+    num_devices: int = read_only("strategy.local_world_size")
+    is_global_zero: bool = read_only("strategy.is_global_zero")
 
     checkpoint_callback: ModelCheckpoint | None = _first(ModelCheckpoint)
     checkpoint_callbacks: list[ModelCheckpoint] = _all(ModelCheckpoint)

@@ -46,7 +46,7 @@ def profiled(context: LoopContext, stage: StageName) -> Iterator[None]:
     profiler, strategy = context.profiler, context.strategy
     names = ("backward", "optimizer_step", "batch_to_device", "save_checkpoint")
     methods = {**{name: name for name in names}, "call_method": "training_step"}
-    profiler.setup(stage, strategy.local_rank, context.hooks.trainer.log_dir)
+    profiler.setup(stage, strategy.local_rank, context.trainer.log_dir)
     profiler.instrument(strategy, **methods)
     try:
         yield

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,14 +19,21 @@ from rankwise.profilers import Profiler
 from rankwise.ranks import warn
 from rankwise.seed import RandomStreams, mixed_seed, seed_process
 from rankwise.strategies import Strategy
-from rankwise.trainer.arguments import TrainerOptions
 from rankwise.trainer.data import DataModule
 from rankwise.trainer.hooks import Hooks
-from rankwise.trainer.loops.optimizers import OptimizerSet, SchedulerConfig
+from rankwise.trainer.loops.optimizers import SchedulerConfig
 from rankwise.trainer.metrics.results import Reported, Results
 from rankwise.trainer.module import TrainingModule
 
+if TYPE_CHECKING:
+    from rankwise.trainer import Trainer
+
 StageName = Literal["fit", "validate", "test", "predict"]
+
+
+def read_only(path: str) -> Any:
+    """Return a property that reads `path`, an attribute of a part; an assignment raises AttributeError."""
+    return property(operator.attrgetter(path))
 
 
 class _Named(str, Enum):
@@ -271,48 +279,27 @@ def seed_rank(strategy: Strategy, seed: int, global_step: int) -> None:
 
 
 @final
-@dataclass
 class LoopContext:
     """The part of a Trainer that stages, loops and checkpoints use, for one module on this rank."""
 
-    strategy: Strategy
-    module: TrainingModule
-    wrapped: nn.Module  # the module as the strategy wrapped it; in evaluation, the module itself
-    options: TrainerOptions  # a callback may change them between two batches
-    state: TrainerState
-    stage: StageState
-    optimizer_set: OptimizerSet
-    hooks: Hooks
+    # A callback may replace these lists:
+    callbacks: list[Callback] = read_only("trainer.callbacks")
+    loggers: list[Logger] = read_only("trainer.loggers")
+    optimizers: list[Optimizer] = read_only("optimizer_set.optimizers")
+    schedulers: list[SchedulerConfig] = read_only("optimizer_set.schedulers")
+    profiler: Profiler = read_only("trainer.profiler")
+    datamodule: DataModule | None = read_only("trainer.datamodule")  # the last that a stage was given
 
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The fit's optimizers; a callback may replace the list."""
-        return self.optimizer_set.optimizers
-
-    @property
-    def schedulers(self) -> list[SchedulerConfig]:
-        """The fit's schedulers; a callback may replace the list."""
-        return self.optimizer_set.schedulers
-
-    @property
-    def callbacks(self) -> list[Callback]:
-        """The Trainer's callbacks; a callback may replace the list."""
-        return self.hooks.trainer.callbacks
-
-    @property
-    def profiler(self) -> Profiler:
-        """The Trainer's profiler."""
-        return self.hooks.trainer.profiler
-
-    @property
-    def loggers(self) -> list[Logger]:
-        """The Trainer's loggers; a callback may replace the list."""
-        return self.hooks.trainer.loggers
-
-    @property
-    def datamodule(self) -> DataModule | None:
-        """The Trainer's data module: the last that a stage was given."""
-        return self.hooks.trainer.datamodule
+    def __init__(self, trainer: Trainer, module: TrainingModule) -> None:
+        self.trainer = trainer
+        self.strategy = trainer.strategy
+        self.module = module
+        self.wrapped: nn.Module = module  # as the strategy wraps it in a fit
+        self.options = trainer.options  # a callback may change them between two batches
+        self.state = trainer.state
+        self.stage = trainer._stage
+        self.optimizer_set = trainer._optimizers
+        self.hooks = Hooks(trainer, module, trainer._stage)
 
     def part_streams(self, seed: int) -> None:
         """Begin a random stream of this rank for forward, backward and data, if there are several ranks.

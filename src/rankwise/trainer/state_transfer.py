@@ -48,7 +48,7 @@ def known_to_caller(context: LoopContext) -> KnownToCaller:
     if context.datamodule is not None:
         owners = {"datamodule": context.datamodule, **owners}
     loggers = zip(names[len(context.callbacks) :], context.loggers, strict=True)  # their state is enough
-    others = {"trainer": context.hooks.trainer, "strategy": context.strategy, **dict(loggers)}
+    others = {"trainer": context.trainer, "strategy": context.strategy, **dict(loggers)}
     return KnownToCaller(context.module, owners, others)
 
 
