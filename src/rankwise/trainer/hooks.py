@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, final
 
 from torch import Tensor
@@ -20,7 +21,7 @@ from rankwise.errors import ConfigurationError
 from rankwise.loggers import Logger
 from rankwise.ranks import warn
 from rankwise.trainer.data import DataModule
-from rankwise.trainer.data.data_module import TRANSFER_HOOKS, is_own, own_methods
+from rankwise.trainer.data.data_module import TRANSFER_HOOKS, is_own
 from rankwise.trainer.module import TrainingModule
 from rankwise.trainer.module_loading import load_data_module_state
 
@@ -195,7 +196,7 @@ def _check_methods(owner: object, kind: Owner, base: type) -> list[Hook]:
     """Raise ConfigurationError for methods that cannot be called; return the hooks that `owner` defines."""
     checks.refuse_methods(owner, REFUSED[kind])
     _warn_of_misspelt(owner, kind)
-    defined = [_BY_NAME[name] for name in own_methods(owner, base, _NAMES[kind])]
+    defined = [_BY_NAME[name] for name in _NAMES[kind] if is_own(owner, base, name)]
     first = ["trainer", "module"] if kind == "callback" else []
     for hook in defined:
         called, method = f"{type(owner).__name__}.{hook.name}", getattr(owner, hook.name)
@@ -232,13 +233,6 @@ def _parameters_of(method: Any) -> Iterable[str]:
         return ()
 
 
-def _adapted(method: Callable[..., Any], hook: Hook, num_first: int) -> Callable[..., Any]:
-    """Return a method that takes all arguments of a hook, and leaves out a last one that it does not have."""
-    if len(hook.names) == hook.num_required or checks.accepts(method, num_first + len(hook.names)):
-        return method
-    return lambda *args: method(*args[:-1])
-
-
 def num_step_arguments(module: TrainingModule, step: str, num_loaders: int = 1) -> int:
     """Return how many of `batch, batch_idx, dataloader_idx` a step gets; all three with several loaders."""
     method = getattr(module, step)
@@ -268,18 +262,17 @@ def training_outputs(returned: Any, num_batches: int) -> dict[str, Any]:
     return outputs
 
 
-def _own_method(owner: object, base: type, hook: Hook) -> Callable[..., Any] | None:
-    """Return an object's method for a hook if it is not the one of `base`."""
-    found = getattr(owner, hook.name)
+def _own_method(owner: object, kind: Owner, base: type, hook: Hook) -> Callable[..., Any] | None:
+    """Return an object's method for a hook if it may define the hook, and it is not the one of `base`."""
+    found = getattr(owner, hook.name) if owner is not None and kind in hook.owners else None
     return found if callable(found) and is_own(owner, base, hook.name) else None
 
 
 @final
 @dataclass(frozen=True)
 class _Calls:
-    """The methods that define one hook: of the data module, callbacks, the module, monitoring callbacks."""
+    """The methods that define one hook: of data module and callbacks, the module, monitoring callbacks."""
 
-    of_data: Callable[..., Any] | None
     first: tuple[Callable[..., Any], ...]
     own: Callable[..., Any] | None
     last: tuple[Callable[..., Any], ...]
@@ -322,19 +315,14 @@ class Hooks:
 
         `before_monitoring` runs before the monitoring callbacks and publishes the metrics that they read.
         """
-        trainer, module = self.trainer, self.module
-        calls = self._calls.get(name) if trainer.callbacks == self._callbacks else None
-        if calls is None:
-            calls = self._find(name)
-        if calls.of_data is not None:
-            calls.of_data(*args)
-        for method in calls.first:
-            method(trainer, module, *args)
+        calls = self._find(name)
+        for call in calls.first:
+            call(*args)
         returned: object = None if calls.own is None else calls.own(*args)
         if before_monitoring is not None:
             before_monitoring()
-        for method in calls.last:
-            method(trainer, module, *args)
+        for call in calls.last:
+            call(*args)
         return returned
 
     def own(self, name: str) -> Callable[..., Any] | None:
@@ -348,7 +336,7 @@ class Hooks:
     def is_before_metrics(self, name: str) -> bool:
         """Return whether anything defines a hook that runs before the metrics are published; see `call`."""
         calls = self._find(name)
-        return bool(calls.of_data or calls.first or calls.own)
+        return bool(calls.first or calls.own)
 
     def _find(self, name: str) -> _Calls:
         callbacks = self.trainer.callbacks
@@ -361,25 +349,29 @@ class Hooks:
         return found
 
     def _search(self, hook: Hook) -> _Calls:
+        trainer, module = self.trainer, self.module
         first, last = list[Callable[..., Any]](), list[Callable[..., Any]]()
-        for each in self._callbacks if "callback" in hook.owners else ():
-            if (method := _own_method(each, Callback, hook)) is not None:
+        if (of_data := _own_method(trainer.datamodule, "datamodule", DataModule, hook)) is not None:
+            first.append(of_data)
+        for each in self._callbacks:
+            if (method := _own_method(each, "callback", Callback, hook)) is not None:
                 call = self._of_user(method, hook, f"[Callback]{each.state_key}", 2)
-                (last if isinstance(each, MonitoringCallback) else first).append(call)
-        own = _own_method(self.module, TrainingModule, hook) if "module" in hook.owners else None
+                calls = last if isinstance(each, MonitoringCallback) else first
+                calls.append(partial(call, trainer, module))
+        own = _own_method(module, "module", TrainingModule, hook)
         if own is not None:
-            own = self._of_user(own, hook, f"[Module]{type(self.module).__name__}", 0)
-        data = self.trainer.datamodule if "datamodule" in hook.owners else None
-        has_data = data is not None and is_own(data, DataModule, hook.name)
-        of_data = getattr(data, hook.name) if has_data else None
-        return _Calls(of_data, tuple(first), own, tuple(last))
+            own = self._of_user(own, hook, f"[Module]{type(module).__name__}", 0)
+        return _Calls(tuple(first), own, tuple(last))
 
     def _of_user(
         self, method: Callable[..., Any], hook: Hook, owner: str, num_first: int
     ) -> Callable[..., Any]:
         """Return a call of a hook's method, in which several ranks do what one process does."""
         name, label = hook.name, f"{owner}.{hook.name}"
-        call = self.trainer.profiler.profiled(label, _adapted(method, hook, num_first))
+        num_given = len(hook.names)
+        takes_all = num_given == hook.num_required or checks.accepts(method, num_first + num_given)
+        adapted = method if takes_all else lambda *args: method(*args[:-1])
+        call = self.trainer.profiler.profiled(label, adapted)
         is_alone = self.trainer.world_size == 1
         # Rankwise's own hooks of batches draw no random numbers.
         if is_alone or name in _OF_EACH_RANK or ("_batch_" in name and checks.is_of_this_package(method)):

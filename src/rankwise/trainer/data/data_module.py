@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -190,16 +189,6 @@ def _loaders(datasets: Any, *, is_shuffled: bool, batch_size: int, num_workers: 
 def prepares_data(owner: DataHooks, local_rank: int, node_rank: int) -> bool:
     """Return whether the process with these ids calls `prepare_data`."""
     return local_rank == 0 and (owner.prepare_data_per_node or node_rank == 0)
-
-
-def own_methods(owner: object, base: type, methods: Iterable[str]) -> list[str]:
-    """Return the names of the methods of `base` that an object overrides."""
-    found = {method: getattr(owner, method) for method in methods}
-    return [
-        name
-        for name, method in found.items()
-        if method is not None and getattr(method, "__func__", method) is not getattr(base, name)
-    ]
 
 
 def is_own(owner: object, base: type, method: str) -> bool:
