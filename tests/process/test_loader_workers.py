@@ -11,7 +11,7 @@ import psutil
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from rankwise.data.batches import SizedBatches
+from rankwise.data.batches import described_batches
 from rankwise.strategies import Strategy
 from tests.helpers import processes
 from tests.helpers.load import slowdown
@@ -150,7 +150,7 @@ class Blocked(Dataset[bool]):
 def blocked_while_loading(strategy: Strategy, method: str) -> list[bool]:
     with_worker: Any = {"num_workers": 1, "multiprocessing_context": method}
     loaders = (DataLoader(Blocked()), DataLoader(Blocked(), **with_worker))
-    return [bool(batch) for loader in loaders for batch in SizedBatches(loader)]
+    return [bool(batch) for loader in loaders for batch, *_ in described_batches(loader)()]
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])

@@ -129,51 +129,34 @@ DescribedBatch = tuple[Any, int | None, list[Any] | None]
 """A batch, the number of samples in it, and their indices; None for unknown."""
 
 
-@final
-class SizedBatches:
-    """A loader's batches, with the number of samples in each, and their indices.
+def described_batches(loader: Any) -> Callable[[], Iterator[DescribedBatch]]:
+    """Return a function that starts a loader's workers, and returns its batches.
 
     The numbers are known for a plain `DataLoader` that collates samples: from its batches of indices or, if
     it has none or loads them in any order, from the input of its collate function. They are not known if
     nothing in the batch has that length: a collate function, or `__getitems__`, has left samples out, or made
     more.
     """
-
-    def __init__(self, loader: Any) -> None:
-        self.sizes: deque[int | None] = deque()  # of the batches that were yielded since the last begin
-        self.indices: deque[list[Any] | None] = deque()  # of their samples, in the data set
-        self._loader = loader
-        self._described: Callable[[Any], tuple[int | None, list[Any] | None, Any]] = _undescribed
-        is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
-        if not is_plain or loader.batch_sampler is None:
-            return
+    describe: Callable[[Any], DescribedBatch] = _undescribed
+    is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+    if is_plain and loader.batch_sampler is not None:
         is_in_order = not loader.num_workers or getattr(loader, "in_order", True)
         if is_in_order and not isinstance(loader.dataset, IterableDataset):
             counted = _CountedBatches(loader.batch_sampler)
-            self._loader = with_indices_from(loader, counted)
-            self._described = counted.described
+            loader, describe = with_indices_from(loader, counted), counted.described
         elif getattr(loader.dataset, "__getitems__", None) is None:  # which may return anything
-            self._loader = with_attributes(loader, collate_fn=partial(_counted_collate, loader.collate_fn))
-            self._described = tuple
+            loader = with_attributes(loader, collate_fn=partial(_counted_collate, loader.collate_fn))
+            describe = tuple
+    return lambda: map(_checked, map(describe, _begun(loader)))
 
-    def __iter__(self) -> Iterator[Any]:
-        self.sizes.clear()
-        self.indices.clear()
-        return map(self._noted, self.described())
 
-    def _noted(self, described: DescribedBatch) -> Any:
-        batch, size, indices = described
-        self.sizes.append(size)
-        self.indices.append(indices)
-        return batch
+def _undescribed(batch: Any) -> DescribedBatch:
+    return batch, None, None
 
-    def described(self) -> Iterator[DescribedBatch]:
-        """Start the loader's workers; return its batches, each with the number of samples and indices."""
-        return map(self._checked, _begun(self._loader))
 
-    def _checked(self, loaded: Any) -> DescribedBatch:
-        size, indices, batch = self._described(loaded)
-        return batch, size if size is None or _has_size(batch, size) else None, indices
+def _checked(described: DescribedBatch) -> DescribedBatch:
+    batch, size, indices = described
+    return batch, size if size is None or _has_size(batch, size) else None, indices
 
 
 def _has_size(batch: Any, size: int) -> bool:
@@ -214,8 +197,8 @@ def _begun(loader: Any) -> Iterator[Any]:
         return iter(loader)
 
 
-def _counted_collate(collate: Callable[[Any], Any], samples: list[Any]) -> tuple[int, None, Any]:
-    return len(samples), None, collate(samples)
+def _counted_collate(collate: Callable[[Any], Any], samples: list[Any]) -> DescribedBatch:
+    return collate(samples), len(samples), None
 
 
 @final
@@ -235,16 +218,12 @@ class _CountedBatches(Sampler[Any]):
             self._taken.append(batch)
             yield batch
 
-    def described(self, batch: Any) -> tuple[int | None, list[Any] | None, Any]:
+    def described(self, batch: Any) -> DescribedBatch:
         indices = self._taken.popleft()
         size = length_of(indices)
         if math.isinf(size):
-            return None, None, batch
-        return int(size), indices[:] if isinstance(indices, list) else None, batch
-
-
-def _undescribed(batch: Any) -> tuple[None, None, Any]:
-    return None, None, batch
+            return batch, None, None
+        return batch, int(size), indices[:] if isinstance(indices, list) else None
 
 
 class BatchSizes(NamedTuple):

@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 from rankwise.data import shard_for_evaluation, shard_for_training
-from rankwise.data.batches import SizedBatches, batch_sizes
+from rankwise.data.batches import batch_sizes, described_batches
 from tests.unit.trainer.helpers import Stream
 
 
@@ -125,9 +125,8 @@ class Halved(DataLoader[Any]):
 
 def test_a_loader_that_changes_its_batches() -> None:
     """Sizes then do not follow from the indices; `__getitems__` may return fewer, or what tells no number."""
-    sized = SizedBatches(Halved(dataset(8), 4))
-    assert [batch.tolist() for [batch] in sized] == [[0, 1], [4, 5]]
-    assert list(sized.sizes) == [None, None]
+    found = [(batch.tolist(), size) for [batch], size, _ in described_batches(Halved(dataset(8), 4))()]
+    assert found == [([0, 1], None), ([4, 5], None)]
 
 
 def taken(samples: list[Any]) -> list[Any]:
@@ -156,9 +155,8 @@ COLLATED: dict[str, tuple[Callable[[list[Any]], Any], list[int | None]]] = {
 def test_what_is_collated_has_the_size(kind: str) -> None:
     """The size is not known of a batch in which nothing has the length of its indices."""
     collate, expected = COLLATED[kind]
-    sized = SizedBatches(DataLoader(dataset(7), 3, collate_fn=collate))
-    list(sized)
-    assert list(sized.sizes) == expected
+    described = described_batches(DataLoader(dataset(7), 3, collate_fn=collate))
+    assert [size for _, size, _ in described()] == expected
 
 
 class Together(Dataset[Any]):
@@ -176,9 +174,7 @@ class Together(Dataset[Any]):
 
 def test_samples_that_come_together() -> None:
     """`__getitems__` may return fewer than asked for, or what says nothing about their number."""
-    sized = SizedBatches(DataLoader(Together(), 3))
-    assert [len(batch) for batch in sized] == [3, 2, 1]
-    assert list(sized.sizes) == [3, None, 1]
-    sized = SizedBatches(DataLoader(Whole(torch.arange(7)), 3, collate_fn=tuple))
-    assert len(list(sized)) == 3
-    assert list(sized.sizes) == [3, 3, 1]
+    described = described_batches(DataLoader(Together(), 3))
+    assert [(len(batch), size) for batch, size, _ in described()] == [(3, 3), (2, None), (1, 1)]
+    described = described_batches(DataLoader(Whole(torch.arange(7)), 3, collate_fn=tuple))
+    assert [size for _, size, _ in described()] == [3, 3, 1]

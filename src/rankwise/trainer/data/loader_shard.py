@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, final
@@ -15,8 +15,8 @@ from rankwise.data.batches import (
     BatchSizes,
     BatchStream,
     DescribedBatch,
-    SizedBatches,
     batch_sizes,
+    described_batches,
     set_epoch_of_loader,
     sharded_sampler_of,
     start_with_seed,
@@ -43,6 +43,7 @@ class LoaderShard:
     def __init__(self, loader: Any, num_batches: float) -> None:
         self.loader = loader
         self.num_batches = num_batches
+        self._taken: deque[DescribedBatch] = deque()  # batches of an evaluation, until their size is taken
         self.batch_indices: list[Any] | None = None  # of the batch whose size was taken last, if known
         self.stream: BatchStream | None = None  # of training, if the loader has batches of indices
         self.sampler: ShardedSampler | None = None  # in training, which splits the loader, if one does
@@ -52,16 +53,19 @@ class LoaderShard:
         self._length = math.inf
 
     @cached_property
-    def _sized(self) -> SizedBatches:
-        return SizedBatches(self.loader)
+    def _described(self) -> Callable[[], Iterator[DescribedBatch]]:
+        return described_batches(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return first_of(self.num_batches, self._sized) if self.num_batches else iter(())
+        self._taken.clear()
+        for described in first_of(self.num_batches, self._described()) if self.num_batches else ():
+            self._taken.append(described)
+            yield described[0]
 
     def take_size(self) -> int | None:
         """Return the number of samples in the batch that follows the last one asked for; None if unknown."""
-        self.batch_indices = self._sized.indices.popleft()
-        return self._sized.sizes.popleft()
+        _, size, self.batch_indices = self._taken.popleft()
+        return size
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch` of samplers and iterable data sets, which then shuffle differently."""
@@ -107,7 +111,7 @@ class LoaderShard:
     def start(self) -> Iterator[DescribedBatch]:
         """Start the loader's workers, if it has any, in a random state of their own; return its batches."""
         seed = (self._seed, self._epoch, self._rank, *self._variant)
-        return start_with_seed(self.loader, self._sized.described, *seed)
+        return start_with_seed(self.loader, self._described, *seed)
 
 
 def first_of(count: float, batches: Iterable[Any]) -> Iterator[Any]:
