@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, final
 
 from rankwise import hyperparameters, ranks
-from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint, MonitoringCallback, Timer
+from rankwise.callbacks import Callback, ModelCheckpoint, MonitoringCallback, Timer
 from rankwise.checkpoint.base import as_checkpoint_error, restored_from
 from rankwise.compatibility.lightning_checkpoints import (
     LIGHTNING_VERSION,
@@ -63,8 +63,8 @@ class CheckpointFiles:
     def __init__(self, context: LoopContext) -> None:
         self._strategy = context.strategy
         self._io = context.strategy.checkpoint_io
-        self._saving = [callback for callback in context.callbacks if isinstance(callback, ModelCheckpoint)]
-        self._logger = context.loggers[0] if context.loggers else None
+        self._saving = context.trainer.checkpoint_callbacks
+        self._logger = context.trainer.logger
         self._default_root_dir = context.options.default_root_dir
 
     @property
@@ -206,8 +206,7 @@ def newest_first(changed_at: Mapping[str, float]) -> list[str]:
 
 def check_hyper_parameters(context: LoopContext, datamodule: DataModule | None) -> None:
     """Refuse hyper parameters that checkpoints, if any, cannot hold, unless a hook may change them."""
-    saving = [callback for callback in context.callbacks if isinstance(callback, ModelCheckpoint)]
-    saving = [callback for callback in saving if callback.save_top_k or callback.save_last]
+    saving = [each for each in context.trainer.checkpoint_callbacks if each.save_top_k or each.save_last]
     changes_checkpoints = is_defined(context.module, "on_save_checkpoint") or any(
         is_own(callback, Callback, "on_save_checkpoint") for callback in context.callbacks
     )
@@ -269,8 +268,8 @@ def save_stop_checkpoint(context: LoopContext) -> None:
 
 def _evaluation_part(context: LoopContext) -> dict[str, Any]:
     """Return the part that an evaluation needs, and by which a `ModelCheckpoint` recognises its files."""
-    progress, callbacks = context.state.progress, context.callbacks
-    averages = [callback.module_to_evaluate(context.module) for callback in callbacks]
+    progress = context.state.progress
+    averages = [callback.module_to_evaluate(context.module) for callback in context.callbacks]
     module = next((average for average in averages if average is not None), context.module)
     return {
         "version": _VERSION,
@@ -278,7 +277,7 @@ def _evaluation_part(context: LoopContext) -> dict[str, Any]:
         "epoch": progress.current_epoch,
         "global_step": progress.global_step,
         "state_dict": context.strategy.get_module_state_dict(module),
-        "run_tokens": [each.run_token for each in callbacks if isinstance(each, ModelCheckpoint)],
+        "run_tokens": [saving.run_token for saving in context.trainer.checkpoint_callbacks],
         **hyperparameters.checkpointed_parts(context.module),
         **_of_data_module(context),
     }
@@ -424,7 +423,7 @@ def restore_training(context: LoopContext, checkpoint: dict[str, Any]) -> RankSt
     with restored_from(path, "communication hooks"):
         context.strategy.gradients.load_states(checkpoint.get("comm_hooks", []))
     with restored_from(path, "callbacks"):  # their loaded states may not be comparable
-        stopping = [callback for callback in context.callbacks if isinstance(callback, EarlyStopping)]
+        stopping = context.trainer.early_stopping_callbacks
         context.state.should_stop = any(callback.has_stopped for callback in stopping)
     return rank_state
 
@@ -459,7 +458,7 @@ def _restore_callbacks(context: LoopContext, states: dict[str, Any], path: str) 
             with restored_from(path, callback.state_key):
                 callback.load_state_dict(states[callback.state_key])
     gone = sorted(set(map(str, states)) - {callback.state_key for callback in context.callbacks})
-    if not any(isinstance(callback, ModelCheckpoint) for callback in context.callbacks):
+    if not context.trainer.checkpoint_callbacks:
         gone = [key for key in gone if not key.startswith(ModelCheckpoint.__name__)]  # saves none on purpose
     if gone and is_fit and context.strategy.is_global_zero:
         ranks.warn(
