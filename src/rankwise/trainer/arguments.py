@@ -70,8 +70,8 @@ class TrainerOptions:
     default_root_dir: str
     max_epochs: int | None = _option(_check_number, minimum=0, is_endless=True, is_optional=True)
     max_steps: int = _option(_check_number, minimum=0, is_endless=True)
-    min_epochs: int = _option(_check_number, minimum=0, is_optional=True)
-    min_steps: int = _option(_check_number, minimum=0, is_optional=True)
+    min_epochs: int = _option(_check_number, minimum=0, default=0)
+    min_steps: int = _option(_check_number, minimum=0, default=0)
     limit_train_batches: int | float = _option(_check_limit, default=1.0)
     limit_val_batches: int | float = _option(_check_limit, default=1.0)
     limit_test_batches: int | float = _option(_check_limit, default=1.0)
@@ -81,7 +81,7 @@ class TrainerOptions:
     overfit_batches: int | float = _option(_check_limit)
     num_sanity_val_steps: int = _option(_check_number, minimum=0, is_endless=True, default=2)
     accumulate_grad_batches: int = _option(_check_number, minimum=1)
-    gradient_clip_val: float = _option(_check_number, minimum=0, kinds=_NUMBER, is_optional=True)
+    gradient_clip_val: float = _option(_check_number, minimum=0, kinds=_NUMBER, default=0.0)
     gradient_clip_algorithm: str | None = _option(check_choice, choices=(None, "norm", "value"))
     on_nonfinite: str | None = _option(check_choice, choices=("raise", "skip"), is_optional=True)
     sync_batchnorm: bool = _option(check_choice, choices=_FLAG)
@@ -102,8 +102,7 @@ class TrainerOptions:
     barebones: bool = _option(check_choice, choices=_FLAG)
 
     def __post_init__(self) -> None:
-        self.min_epochs, self.min_steps = self.min_epochs or 0, self.min_steps or 0
-        self.gradient_clip_val = float(self.gradient_clip_val or 0.0)
+        self.gradient_clip_val = float(self.gradient_clip_val)
         limits = {"epochs": (self.min_epochs, self.epoch_limit), "steps": (self.min_steps, self.max_steps)}
         for kind, (least, most) in limits.items():
             if least > most >= 0:
