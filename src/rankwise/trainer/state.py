@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import Any, Literal, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,10 +23,6 @@ from rankwise.trainer.data import DataModule
 from rankwise.trainer.hooks import Hooks
 from rankwise.trainer.loops.optimizers import SchedulerConfig
 from rankwise.trainer.metrics.results import Reported, Results
-from rankwise.trainer.module import TrainingModule
-
-if TYPE_CHECKING:
-    from rankwise.trainer import Trainer
 
 StageName = Literal["fit", "validate", "test", "predict"]
 
@@ -290,16 +286,16 @@ class LoopContext:
     profiler: Profiler = read_only("trainer.profiler")
     datamodule: DataModule | None = read_only("trainer.datamodule")  # the last that a stage was given
 
-    def __init__(self, trainer: Trainer, module: TrainingModule) -> None:
-        self.trainer = trainer
+    def __init__(self, hooks: Hooks) -> None:
+        self.hooks = hooks
+        self.trainer = trainer = hooks.trainer
         self.strategy = trainer.strategy
-        self.module = module
-        self.wrapped: nn.Module = module  # as the strategy wraps it in a fit
+        self.module = hooks.module
+        self.wrapped: nn.Module = hooks.module  # as the strategy wraps it in a fit
         self.options = trainer.options  # a callback may change them between two batches
         self.state = trainer.state
         self.stage = trainer._stage
         self.optimizer_set = trainer._optimizers
-        self.hooks = Hooks(trainer, module, trainer._stage)
 
     def part_streams(self, seed: int) -> None:
         """Begin a random stream of this rank for forward, backward and data, if there are several ranks.

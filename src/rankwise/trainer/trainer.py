@@ -26,7 +26,7 @@ from rankwise.trainer.checkpointing import CheckpointFiles, check_hyper_paramete
 from rankwise.trainer.consistency import check_can_compare
 from rankwise.trainer.data import DataModule
 from rankwise.trainer.data.stage_loaders import StageLoaders, check_loaders
-from rankwise.trainer.hooks import check_hooks
+from rankwise.trainer.hooks import Hooks, check_hooks
 from rankwise.trainer.loops.evaluation import GATHERINGS, Gather
 from rankwise.trainer.loops.manual import check_manual
 from rankwise.trainer.loops.nonfinite import check_hook
@@ -518,7 +518,7 @@ class Trainer(TrainerProperties):
 
     def context(self, module: TrainingModule) -> LoopContext:
         """Return what stages, checkpoints and the transfer of state use, for a module."""
-        return LoopContext(self, module)
+        return LoopContext(Hooks(self, module, self._stage))
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without strategy and modules, which the launcher sends with the trainer."""
