@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
 from itertools import count, takewhile, zip_longest
@@ -22,13 +23,13 @@ from rankwise.nested import to_device
 from rankwise.process_group.collectives import ranks_of
 from rankwise.process_group.interception import Call, own_calls_intercepted
 from rankwise.ranks import warn
-from rankwise.seed import get_random_state, isolated_random_state, mixed_seed, set_random_state
+from rankwise.seed import isolated_random_state, mixed_seed, random_state_kept
 from rankwise.strategies.agreement import check_same_order
 from rankwise.trainer.data.loader_shard import LoaderShard, limited
 from rankwise.trainer.data.stage_loaders import PHASE_NAMES, BatchTransfer, must_reload
 from rankwise.trainer.hooks import num_step_arguments
 from rankwise.trainer.loops.stopping import EvaluationStopped
-from rankwise.trainer.metrics.metric_objects import empty_lists_refused, metric_objects, set_states, states_of
+from rankwise.trainer.metrics.metric_objects import empty_lists_refused, metric_objects, states_kept
 from rankwise.trainer.metrics.results import Results, StepOfEvaluation
 from rankwise.trainer.state import PublishedMetrics, RunningStage
 from rankwise.trainer.state_transfer import changing_state
@@ -110,8 +111,8 @@ class EvaluationLoop:
             for loader in range(len(self.shares))
         ]
 
-    def predict(self, gather: Gather) -> list[Any]:
-        """Predict this rank's batches; return the outputs, batch by batch, in dataset order.
+    def predict(self, gather: Gather, *, keeps_outputs: bool = True) -> list[Any]:
+        """Predict this rank's batches; return the outputs, batch by batch, in dataset order; [] if not kept.
 
         Collective: every rank must call this. The ranks of `gather` get all ranks' outputs; with several
         loaders, a list for each.
@@ -121,24 +122,16 @@ class EvaluationLoop:
         with self._running(None):
             for dataloader_idx, batch_idx, batch in self._batches(results):
                 output = self._run_batch(results, batch, batch_idx, dataloader_idx)
-                output = strategy.precision.convert_output(output)
-                own[dataloader_idx].append(to_device(output, "cpu"))
-            by_rank = _gathered(strategy, own, gather)
+                if keeps_outputs:
+                    output = strategy.precision.convert_output(output)
+                    own[dataloader_idx].append(to_device(output, "cpu"))
+            by_rank = _gathered(strategy, own, gather if keeps_outputs else None)
             predictions = [interleaved(list(lists)) for lists in zip(*by_rank, strict=True)]
             self._hook("epoch_end")
         outputs = [output for of_loader in own for output in of_loader]
         if outputs and strategy.is_global_zero and all(output is None for output in outputs):
             warn(f"{type(self._context.module).__name__}.predict_step() returned None for every batch.")
-        return predictions[0] if len(predictions) == 1 else predictions
-
-    def predict_only(self) -> list[Any]:
-        """Predict this rank's batches and keep no outputs; return []."""
-        results = self._new_results()
-        with self._running(None):
-            for dataloader_idx, batch_idx, batch in self._batches(results):
-                self._run_batch(results, batch, batch_idx, dataloader_idx)
-            self._hook("epoch_end")
-        return []
+        return predictions[0] if len(predictions) == 1 or not keeps_outputs else predictions
 
     @contextmanager
     def _running(self, results: Results | None) -> Iterator[None]:
@@ -187,10 +180,9 @@ class EvaluationLoop:
         self._share_in_step = share
         batch = self._transfer(batch, dataloader_idx)
         results.begin_batch(share.take_size())
-        arguments = (batch, batch_idx, dataloader_idx)[: self._step_arguments]
         context.hooks.call(f"on_{name}_batch_start", batch, *indices)
         with context.strategy.precision.forward_context():
-            outputs = self._step(*arguments)
+            outputs = self._step(batch, *indices)
         context.hooks.call(f"on_{name}_batch_end", outputs, batch, *indices)
         results.end_batch()
         self._share_in_step = None
@@ -244,14 +236,11 @@ class EvaluationLoop:
 
     @cached_property
     def _step(self) -> Callable[..., Any]:
-        name = f"{self._name}_step"
-        step: Callable[..., Any] = getattr(self._context.module, name)
-        return self._context.profiler.profiled(name, step)
-
-    @cached_property
-    def _step_arguments(self) -> int:
-        step = f"{self._name}_step"
-        return num_step_arguments(self._context.module, step, len(self.shares))
+        """The module's step, which may take fewer arguments."""
+        module, name = self._context.module, f"{self._name}_step"
+        step = self._context.profiler.profiled(name, getattr(module, name))
+        count = num_step_arguments(module, name, len(self.shares))
+        return lambda *arguments: step(*arguments[:count])
 
     def _new_results(self) -> Results:
         rank = self._context.strategy.global_rank
@@ -290,6 +279,7 @@ def interleaved(lists: list[list[T]]) -> list[T]:
 
 
 @final
+@dataclass
 class Validation:
     """Validate within a fit when that is due: after so many batches or so much time, at the epoch's end.
 
@@ -297,32 +287,30 @@ class Validation:
     for them.
     """
 
-    def __init__(
-        self,
-        context: LoopContext,
-        schedule: BatchSchedule,
-        loop: EvaluationLoop | None,
-        make_loop: Callable[[LoopContext], EvaluationLoop | None],
-        stopping: Stopping,
-    ) -> None:
-        self._context = context
-        self._strategy = context.strategy
-        self._progress = context.state.progress
-        self._options = context.options
-        self._schedule = schedule
-        self._loop = loop
-        self._make_loop = make_loop
-        self._stopping = stopping
-        self._ended_at = time.monotonic()  # at first when training began
+    context: LoopContext
+    schedule: BatchSchedule
+    loop: EvaluationLoop | None
+    make_loop: Callable[[LoopContext], EvaluationLoop | None]
+    stopping: Stopping
+    ended_at: float = field(default_factory=time.monotonic)  # at first when training began
 
     def check(self, num_batches: float) -> None:
         """Raise for an interval that does not fit an epoch of so many batches; warn if none is validated."""
-        options, every = self._options, self._options.check_val_every_n_epoch
+        options, every = self.context.options, self.context.options.check_val_every_n_epoch
         if every is None:
             return
-        _check_interval(options.val_check_interval, num_batches)
+        interval, is_unknown = options.val_check_interval, math.isinf(num_batches)
+        is_possible, instead = interval == 1.0 or not is_unknown, "a number of batches (int)"
+        if isinstance(interval, int):
+            is_possible, instead = interval <= num_batches, "fewer batches"
+        if not is_possible and not isinstance(interval, timedelta):  # after a time, it may fall due later
+            how_many = "an unknown number of" if is_unknown else int(num_batches)
+            raise ConfigurationError(
+                message=f"val_check_interval={interval} does not fit an epoch of {how_many} batches.",
+                remedy=f"{instead}, or 1.0 for the end of the epoch; for no validation limit_val_batches=0.",
+            )
         # A later fit, with a higher limit, may reach an epoch that is validated.
-        if 0 <= options.epoch_limit < every and self._strategy.is_global_zero:
+        if 0 <= options.epoch_limit < every and self.context.strategy.is_global_zero:
             warn(
                 f"Validation never runs: check_val_every_n_epoch={every} is more than max_epochs="
                 f"{options.epoch_limit}. Choose fewer epochs; for no validation limit_val_batches=0.",
@@ -334,13 +322,13 @@ class Validation:
         Within a window the weights do not change, and a checkpoint that validation triggers could not be
         continued from there. Collective if the interval is a time.
         """
-        context, options, progress = self._context, self._options, self._progress
+        context, options, progress = self.context, self.context.options, self.context.state.progress
         if not (context.state.has_validation and context.has_validation_in_epoch):
             return False
-        interval, num_batches = options.val_check_interval, self._schedule.num_batches
+        interval, num_batches = options.val_check_interval, self.schedule.num_batches
         if isinstance(interval, timedelta):
-            elapsed = time.monotonic() - self._ended_at  # on rank 0, since the last validation
-            return self._strategy.broadcast(elapsed >= interval.total_seconds())
+            elapsed = time.monotonic() - self.ended_at  # on rank 0, since the last validation
+            return context.strategy.broadcast(elapsed >= interval.total_seconds())
         if not isinstance(interval, int):  # a fraction
             if interval == 1.0 or math.isinf(num_batches):
                 return is_last
@@ -352,30 +340,31 @@ class Validation:
 
     def run(self) -> None:
         """Validate. Collective."""
-        self._strategy.gradients.average_models()  # validate one model
-        share_buffers(self._context.wrapped)  # validate the buffers that rank 0 saves
-        self._context.hooks.call("on_validation_model_zero_grad")
-        if self._loop is None or must_reload(self._context, "validate"):
-            state = self._context.state
+        context, state, stage = self.context, self.context.state, self.context.stage
+        context.strategy.gradients.average_models()  # validate one model
+        share_buffers(context.wrapped)  # validate the buffers that rank 0 saves
+        context.hooks.call("on_validation_model_zero_grad")
+        if self.loop is None or must_reload(context, "validate"):
             with isolated_random_state(mixed_seed(state.seed, 0)):  # training's random numbers do not change
-                self._loop = self._make_loop(self._context) or self._loop
-            state.has_validation = self._loop is not None
-        if self._loop is not None:
-            self._context.stage.before_validation = changing_state(self._context)
+                self.loop = self.make_loop(context) or self.loop
+            state.has_validation = self.loop is not None
+        if self.loop is not None:
+            stage.before_validation = changing_state(context)
             try:
-                self._loop.run(self._stopping)
+                self.loop.run(self.stopping)
             except EvaluationStopped:
-                self._stopping.stop()
-            self._context.stage.before_validation = None
-            self._ended_at = time.monotonic()
+                self.stopping.stop()
+            stage.before_validation = None
+            self.ended_at = time.monotonic()
 
     def warn_if_none(self) -> None:
         """Warn on rank 0 of an epoch, of unknown length until now, in which no validation fell due."""
-        interval, batches = self._options.val_check_interval, self._progress.batches_done
-        is_per_epoch = self._options.check_val_every_n_epoch is not None
+        options, progress = self.context.options, self.context.state.progress
+        interval, batches = options.val_check_interval, progress.batches_done
+        is_per_epoch = options.check_val_every_n_epoch is not None
         is_late = is_per_epoch and isinstance(interval, int) and batches < interval
-        was_unknown = self._progress.is_epoch_done and math.isinf(self._schedule.num_batches)
-        if was_unknown and is_late and self._strategy.is_global_zero:
+        was_unknown = progress.is_epoch_done and math.isinf(self.schedule.num_batches)
+        if was_unknown and is_late and self.context.strategy.is_global_zero:
             warn(
                 f"An epoch has ended without validation: it had {batches} batches, and val_check_interval="
                 f"{interval}. Choose fewer, or 1.0 for the end of each epoch.",
@@ -389,61 +378,25 @@ def run_sanity_check(
 
     Metrics and random state are restored afterwards. `make_validation` asks for the loaders.
     """
-    with _checking(context):
+    state, stage, steps = context.state, context.stage, context.options.num_sanity_val_steps
+    with ExitStack() as stack:
+        stack.enter_context(random_state_kept(context.strategy.root_device))
+        stack.enter_context(states_kept(context.module))
+        _set_until_end(stack, vars(stage), is_sanity_check=True)
+        _set_until_end(stack, vars(state), metrics=PublishedMetrics(), stage=RunningStage.SANITY_CHECKING)
         context.hooks.call("on_sanity_check_start")
         validation = make_validation()
-        with _limited_to_check(context, validation) as shards:
-            if validation is not None:
-                EvaluationLoop(context, shards, "validate").run()
-            context.hooks.call("on_sanity_check_end")
+        if validation is not None:
+            limit = math.inf if steps == -1 else steps
+            first = [LoaderShard(shard.loader, min(limit, shard.num_batches)) for shard in validation.shares]
+            _set_until_end(stack, state.num_batches, validate=[shard.num_batches for shard in first])
+            _set_until_end(stack, stage.shards, validate=first)
+            EvaluationLoop(context, first, "validate").run()
+        context.hooks.call("on_sanity_check_end")
     return validation
 
 
-@contextmanager
-def _checking(context: LoopContext) -> Iterator[None]:
-    """Restore the metrics, metric objects, the stage and the random state after the block."""
-    state, stage, device = context.state, context.stage, context.strategy.root_device
-    objects = metric_objects(context.module)
-    object_states = states_of(objects)
-    metrics, running, random_state = state.metrics, state.stage, get_random_state(device)
-    stage.is_sanity_check, state.metrics = True, PublishedMetrics()
-    state.stage = RunningStage.SANITY_CHECKING
-    try:
-        yield
-    finally:
-        stage.is_sanity_check, state.metrics, state.stage = False, metrics, running
-        set_states(objects, object_states)
-        set_random_state(random_state, device)
-
-
-@contextmanager
-def _limited_to_check(context: LoopContext, validation: EvaluationLoop | None) -> Iterator[list[LoaderShard]]:
-    """Limit the loaders of validation to the batches of the check, in the block."""
-    if validation is None:
-        yield []
-        return
-    state, stage, steps = context.state, context.stage, context.options.num_sanity_val_steps
-    num_batches, shards = state.num_batches["validate"], stage.shards["validate"]
-    limit = math.inf if steps == -1 else steps
-    first = [LoaderShard(shard.loader, min(limit, shard.num_batches)) for shard in validation.shares]
-    state.num_batches["validate"], stage.shards["validate"] = [each.num_batches for each in first], first
-    try:
-        yield first
-    finally:
-        state.num_batches["validate"], stage.shards["validate"] = num_batches, shards
-
-
-def _check_interval(interval: float | timedelta, num_batches: float) -> None:
-    """Raise ConfigurationError unless an epoch's first validation falls due; for a time it may not."""
-    if isinstance(interval, timedelta):
-        return
-    if isinstance(interval, int):
-        is_possible, instead = interval <= num_batches, "fewer batches"
-    else:
-        is_possible, instead = interval == 1.0 or not math.isinf(num_batches), "a number of batches (int)"
-    if not is_possible:
-        how_many = "an unknown number of" if math.isinf(num_batches) else int(num_batches)
-        raise ConfigurationError(
-            message=f"val_check_interval={interval} does not fit an epoch of {how_many} batches.",
-            remedy=f"{instead}, or 1.0 for the end of the epoch; for no validation limit_val_batches=0.",
-        )
+def _set_until_end(stack: ExitStack, target: dict[str, Any], **values: Any) -> None:
+    """Set items of a dictionary, and restore them when `stack` ends."""
+    stack.callback(target.update, {name: target[name] for name in values})
+    target.update(values)

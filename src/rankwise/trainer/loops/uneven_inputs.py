@@ -20,9 +20,9 @@ from rankwise.errors import ConfigurationError, UnevenInputsError
 from rankwise.gradient_sync import GradientSyncMode
 from rankwise.gradient_sync.parameters import trained_parameters
 from rankwise.process_group.interception import Call, own_calls_intercepted
-from rankwise.seed import get_random_state, set_random_state
+from rankwise.seed import random_state_kept
 from rankwise.stores.waiting import StoreCounter
-from rankwise.trainer.metrics.metric_objects import metric_objects, set_states, states_of
+from rankwise.trainer.metrics.metric_objects import states_kept
 
 if TYPE_CHECKING:
     from rankwise.strategies import Strategy
@@ -223,12 +223,8 @@ def preserve_state(module: nn.Module, device: torch.device) -> Iterator[None]:
         for name, buffer in submodule._buffers.items()
         if buffer is not None
     ]
-    metrics = metric_objects(module)
-    states = states_of(metrics)
-    random_state = get_random_state(device)
-    yield
-    set_random_state(random_state, device)
-    set_states(metrics, states)
+    with random_state_kept(device), states_kept(module):
+        yield
     with torch.no_grad():
         for submodule, name, buffer, before in buffers:
             submodule._buffers[name] = buffer  # the block may have replaced it

@@ -87,6 +87,17 @@ def set_states(metrics: Metrics, states: States) -> None:
         metric._computed = None
 
 
+@contextmanager
+def states_kept(module: nn.Module) -> Iterator[None]:
+    """Restore the states of the metric objects in a module after the block."""
+    metrics = metric_objects(module)
+    states = states_of(metrics)
+    try:
+        yield
+    finally:
+        set_states(metrics, states)
+
+
 def _state_of(metric: Any) -> State:
     state = {name: _copied(value) for name, value in metric.metric_state.items()}
     beside = {name: vars(metric)[name] for name in _BESIDE_STATES if name in vars(metric)}
