@@ -54,7 +54,8 @@ class ScaledPrecision(DtypePrecision):
         else:
             check_keywords(f"precision {name!r}, which scales nothing,", scaler, ())
         self._options = _checked({**self.scaler_defaults, **scaler})
-        self._scaler: torch.amp.GradScaler | None = None
+        # Torch's scaler of this rank; None before the first loss, and for bfloat16.
+        self.scaler: torch.amp.GradScaler | None = None
         self._state: dict[str, Any] = {}
         self._optimizers: list[Optimizer] = []
         self._unscaled: dict[int, Optimizer] = {}  # by id; some of them have stepped
@@ -64,11 +65,6 @@ class ScaledPrecision(DtypePrecision):
     def scales_loss(self) -> bool:
         """Whether the dtype is float16."""
         return self.dtype is torch.float16
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """Torch's scaler of this rank; None before the first loss, and for bfloat16."""
-        return self._scaler
 
     def configure(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
         """Set the optimizers that share the scale."""
@@ -128,7 +124,7 @@ class ScaledPrecision(DtypePrecision):
         known = torch.amp.GradScaler("cpu").state_dict() if saved else {}
         # The conversion raises if a value is not a number.
         self._state = {name: type(value)(saved[name]) for name, value in known.items()}
-        self._scaler = None
+        self.scaler = None
         self._unscaled, self._stepped = {}, set()
 
     def __repr__(self) -> str:
@@ -139,18 +135,18 @@ class ScaledPrecision(DtypePrecision):
         """Return the state of torch's scaler; empty before the first loss."""
         if self._stepped:
             self.scale_gradients()
-        return dict(self._state) if self._scaler is None else self._scaler.state_dict()
+        return dict(self._state) if self.scaler is None else self.scaler.state_dict()
 
     def _scaler_on(self, device_type: str) -> torch.amp.GradScaler:
         """Return torch's scaler, created on the device of the first loss."""
-        if self._scaler is None:
-            self._scaler = torch.amp.GradScaler(device_type, **self._options)
+        if self.scaler is None:
+            self.scaler = torch.amp.GradScaler(device_type, **self._options)
             if self._state:
-                self._scaler.load_state_dict(self._state)
-        return self._scaler
+                self.scaler.load_state_dict(self._state)
+        return self.scaler
 
     def scale_gradients(self) -> None:
-        scaler = self._scaler
+        scaler = self.scaler
         if scaler is None or not self._unscaled:
             return
         known = {id(optimizer): optimizer for optimizer in self._optimizers} | self._unscaled
@@ -181,7 +177,7 @@ class ScaledPrecision(DtypePrecision):
     def __getstate__(self) -> dict[str, Any]:
         """Keep the numbers only, without tensors and optimizers."""
         state = self._scaler_state()
-        of_a_job: dict[str, Any] = {"_scaler": None, "_optimizers": [], "_unscaled": {}, "_stepped": set()}
+        of_a_job: dict[str, Any] = {"scaler": None, "_optimizers": [], "_unscaled": {}, "_stepped": set()}
         return {**super().__getstate__(), **of_a_job, "_state": state}
 
 
