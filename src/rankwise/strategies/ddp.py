@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -46,7 +45,13 @@ from rankwise.strategies.module_wrapping import (
     uncompiled,
     wrapped_in_place,
 )
-from rankwise.strategies.placement import Placement, check_variables, inline_launcher, refuse_time_limit
+from rankwise.strategies.placement import (
+    Placement,
+    check_variables,
+    inline_launcher,
+    launcher_of,
+    refuse_time_limit,
+)
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 _OF_ONE_PROCESS = ("accelerator", "devices", "num_nodes", "cluster_environment", "precision", "checkpoint_io")
@@ -422,14 +427,13 @@ class AutoStrategy(DDPStrategy):
         self.process_config = dataclasses.replace(self.process_config, start_method=value)
 
     def create_launcher(self, placement: Placement) -> Launcher:
-        if self.process_config.launcher is None and placement.ranks.world_size == 1:
-            refuse_time_limit(self.process_config)
+        processes = self.process_config
+        if processes.launcher is None and placement.ranks.world_size == 1:
+            refuse_time_limit(processes)
             return inline_launcher(placement)
-        if can_rerun():
-            return super().create_launcher(placement)
-        forking = copy.copy(self)
-        forking.start_method = "fork"
-        return DDPStrategy.create_launcher(forking, placement)
+        if not can_rerun():
+            processes = dataclasses.replace(processes, start_method="fork")
+        return launcher_of(placement, processes, self.group_config)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Wrap a module if there are several ranks."""
