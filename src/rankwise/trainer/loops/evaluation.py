@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
 from itertools import count, takewhile, zip_longest
@@ -292,7 +292,9 @@ class Validation:
     loop: EvaluationLoop | None
     make_loop: Callable[[LoopContext], EvaluationLoop | None]
     stopping: Stopping
-    ended_at: float = field(default_factory=time.monotonic)  # at first when training began
+
+    def __post_init__(self) -> None:
+        self.ended_at = time.monotonic()  # of the last validation; at first when training began
 
     def check(self, num_batches: float) -> None:
         """Raise for an interval that does not fit an epoch of so many batches; warn if none is validated."""

@@ -202,7 +202,10 @@ class FitLoop:
         if self._must_skip(self._hooks.call("on_train_batch_start", batch, batch_idx)):
             self._skip_rest()
             return False
-        outputs = self._outputs(self._optimization.run_batch(batch, batch_idx, is_window_end))
+        returned = self._optimization.run_batch(batch, batch_idx, is_window_end)
+        outputs = {}
+        if self._hooks.is_defined("on_train_batch_end"):
+            outputs = training_outputs(returned, self._settings.accumulate_grad_batches)
         self._progress.end_batch(is_last, self._share.samples_per_batch, is_window_end)
         if is_window_end and self._optimization.has_stepped:
             self._step_schedulers("step", needs_metric=False)
@@ -242,12 +245,6 @@ class FitLoop:
         self._num_windows += 1
         if self._num_windows.bit_count() == 1:  # 1, 2, 4, 8, ...
             check_unowned(self._context)
-
-    def _outputs(self, returned: Any) -> dict[str, Any]:
-        """Return what `on_train_batch_end` gets, empty if nobody defines it."""
-        if not self._hooks.is_defined("on_train_batch_end"):
-            return {}
-        return training_outputs(returned, self._settings.accumulate_grad_batches)
 
     def _must_skip(self, returned: object) -> bool:
         """Return whether `on_train_batch_start` has returned -1 on any rank.
