@@ -305,8 +305,7 @@ def test_what_is_no_environment_is_refused(wrong: object) -> None:
 def test_single_device_refuses_a_world_of_several() -> None:
     """One process, where a launcher has started four, is refused with their number."""
     strategy = SingleDeviceStrategy(accelerator="cpu", cluster_environment=OwnEnvironment(OWN))
-    with pytest.raises(ValueError, match="own has started 4 processes"):
-        strategy.bind()
+    raises(ValueError, "own has started 4 processes", strategy.bind)
 
 
 def test_a_fact_without_a_variable_says_so() -> None:

@@ -5,10 +5,11 @@ Each table has, for a name, what to write instead. The documentation shows the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from typing import Any, final
 
-from rankwise.errors import MissingAttributeError
+from rankwise.errors import ConfigurationError, MissingAttributeError
 
 _SHORT_FITS = "try batch sizes in short fits: Trainer(max_steps=3)."
 _DEVICES = 'rankwise trains on CPUs and CUDA devices: Trainer(accelerator="cpu") or "cuda".'
@@ -442,3 +443,13 @@ class MissingAttribute(property):
 
     def __set__(self, instance: object, value: object) -> None:
         self.__get__(instance)
+
+
+def refuse_variables(owner: str, prefix: str, names: Iterable[str]) -> None:
+    """Raise `ConfigurationError` for a variable that Lightning's `owner` takes for an argument."""
+    for variable in names:
+        if variable.startswith(prefix) and (value := os.environ.get(variable)):
+            raise ConfigurationError(
+                message=f"{variable}={value!r} is set, which Lightning's {owner} reads; rankwise does not.",
+                remedy=f"unset it, and write {owner}({variable.removeprefix(prefix).lower()}=...).",
+            )

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from rankwise.checks import check_choice, check_is_a, check_keywords, check_value, checked_list
-from rankwise.compatibility.names import FABRIC_ATTRIBUTES, missing_attributes
+from rankwise.compatibility.names import FABRIC_ATTRIBUTES, missing_attributes, refuse_variables
 from rankwise.errors import ConfigurationError, LifecycleError
 from rankwise.fabric.backward import BackwardChecks
 from rankwise.fabric.checkpoint import check_filters, checkpoint_of, restore_object, restore_state
@@ -108,6 +108,7 @@ class Fabric:
         callbacks: Any = None,
         loggers: Logger | str | list[Logger | str] | None = None,
     ) -> None:
+        refuse_variables("Fabric", "LT_", ("LT_ACCELERATOR", "LT_PRECISION", "LT_STRATEGY"))
         self.callbacks: list[Any] = checked_list("callbacks", callbacks, object)
         self.loggers: list[Logger] = created_loggers("loggers", loggers, ".")
         given = {"accelerator": accelerator, "devices": devices, "num_nodes": num_nodes}

@@ -11,6 +11,7 @@ from typing import Any, final
 from rankwise.callbacks import Callback, EarlyStopping, ModelCheckpoint, PreparingCallback
 from rankwise.callbacks.base import logging_through
 from rankwise.checks import check_choice, check_value
+from rankwise.compatibility.names import refuse_variables
 from rankwise.errors import LifecycleError
 from rankwise.loggers.base import Logger, NoLogger
 from rankwise.monitoring.heartbeat import report_phase
@@ -191,6 +192,7 @@ class Trainer(TrainerProperties):
         barebones: bool = False,
         default_root_dir: str | os.PathLike[str] | None = None,
     ) -> None:
+        refuse_variables("Trainer", "PL_TRAINER_", os.environ)
         keywords = arguments.barebones_options(locals()) if barebones else dict(locals())
         keywords["fast_dev_run"] = int(fast_dev_run)
         options = TrainerOptions.__dataclass_fields__

@@ -457,8 +457,7 @@ def test_distributed_optimizers_are_refused_with_averaging() -> None:
 
     def run(strategy: ThreadedStrategy, wrapped: nn.Module) -> None:
         optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.SGD, lr=0.1)
-        with pytest.raises(ConfigurationError, match="ZeroRedundancyOptimizer"):
-            strategy.on_after_setup_optimizers([optimizer])
+        raises(ConfigurationError, "ZeroRedundancyOptimizer", strategy.on_after_setup_optimizers, [optimizer])
         raises(ConfigurationError, "ZeroRedundancyOptimizer", strategy.gradients.after_step, optimizer)
 
     on_ranks(1, run, net(), **LOCAL)

@@ -23,6 +23,7 @@ from rankwise.errors import (
     UnknownNameError,
     UnknownStrategyError,
 )
+from rankwise.fabric import Fabric
 from rankwise.loggers import CSVLogger
 from rankwise.precision import DoublePrecision, MixedPrecision, Precision
 from rankwise.strategies import DDPSpawnStrategy, SingleDeviceStrategy
@@ -54,6 +55,15 @@ WRONG_KINDS: list[tuple[str, Any]] = [
     *(("callbacks", EarlyStopping), ("logger", 3), ("devices", 1.5)),
     *(("overfit_batches", True), ("num_sanity_val_steps", True)),
 ]
+
+
+@pytest.mark.parametrize(("name", "kind"), [("PL_TRAINER_DEVICES", Trainer), ("LT_PRECISION", Fabric)])
+def test_variables_of_lightning(name: str, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's class of that name reads them in place of an argument; empty ones count as undefined."""
+    monkeypatch.setenv(name, "")
+    kind()
+    monkeypatch.setenv(name, "4")
+    raises(ConfigurationError, rf"^{name}='4' is set.*\n  Fix: unset it, .* {kind.__name__}\(", kind)
 
 
 @pytest.mark.parametrize(("name", "value"), [*IMPOSSIBLE, *WRONG_KINDS])
@@ -137,17 +147,17 @@ def strategy_with(**options: Any) -> DDPSpawnStrategy:
 def test_contradictions_of_the_strategy(tmp_path: Path, own: dict[str, Any], given: dict[str, Any]) -> None:
     """Where the Trainer's arguments contradict the strategy's own, neither wins in silence."""
     strategy = strategy_with(**own)
-    with pytest.raises(ConfigurationError, match="contradict each other"):
-        trainer(tmp_path, **{"strategy": strategy, "devices": "auto", **given})
+    own_and_given = {"strategy": strategy, "devices": "auto", **given}
+    raises(ConfigurationError, "contradict each other", trainer, tmp_path, **own_and_given)
     assert not strategy.is_bound
 
 
 def test_contradictions_of_a_strategys_name(tmp_path: Path) -> None:
     """The options in a name are the strategy's own; the error names the argument for a start method."""
-    with pytest.raises(ConfigurationError, match="devices=2 and the strategy's own devices=3 contradict"):
-        trainer(tmp_path, strategy="ddp_spawn:devices=3", devices=2)
-    with pytest.raises(ConfigurationError, match=r"as DDPSpawnStrategy\(start_method='fork'\)"):
-        trainer(tmp_path, strategy="ddp_fork", plugins=[DDPSpawnStrategy()])
+    text, spawn = "devices=2 and the strategy's own devices=3 contradict", "ddp_spawn:devices=3"
+    raises(ConfigurationError, text, trainer, tmp_path, strategy=spawn, devices=2)
+    text, plugins = r"as DDPSpawnStrategy\(start_method='fork'\)", [DDPSpawnStrategy()]
+    raises(ConfigurationError, text, trainer, tmp_path, strategy="ddp_fork", plugins=plugins)
     two = [torch.device("cpu")] * 2  # the arguments of one strategy do not contradict each other either
     for arguments in ({"devices": 3}, {"accelerator": "cuda"}):
         raises(ConfigurationError, "contradict", DDPSpawnStrategy, parallel_devices=two, **arguments)
@@ -238,8 +248,7 @@ def test_limits_can_be_set(tmp_path: Path, phase: str) -> None:
     """max_epochs, max_steps and limit_*_batches may be set later, and are checked then too."""
     train, name = trainer(tmp_path), f"limit_{phase}_batches"
     train.max_epochs, train.max_steps = 5, 10
-    with pytest.raises(InvalidArgumentError, match="max_epochs=-3"):
-        train.max_epochs = -3
+    raises(InvalidArgumentError, "max_epochs=-3", setattr, train, "max_epochs", -3)
     setattr(train, name, 3)
     assert getattr(train, name) == getattr(train.options, name) == 3
     raises(InvalidArgumentError, f"{name}=1.5", setattr, train, name, 1.5)
