@@ -167,7 +167,7 @@ async def full_wake_up(method: str) -> None:
         while True:
             os.write(wakes, bytes(1))
     signal.signal(signal.SIGALRM, lambda *_: None)
-    signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+    signal.setitimer(signal.ITIMER_REAL, 0.3, 0.3)
     report(method, good_without_timer)
     signal.setitimer(signal.ITIMER_REAL, 0)
 
