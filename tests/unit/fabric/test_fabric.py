@@ -254,10 +254,10 @@ def test_a_module_is_the_users() -> None:
     module.calls = 5
     assert own.calls == 5
     module.eval()
-    assert not own.training
-    assert not own.layers.training
-    module.train()
-    assert own.training
+    assert (own.training, own.layers.training) == (False, False)
+    module.training = True
+    assert (own.training, own.layers.training) == (True, False)
+    assert (module.train(), own.layers.training) == (module, True)
     module.load_state_dict({name: value + 1 for name, value in own.state_dict().items()})
     module.to(torch.float64)
     assert own.first.weight.dtype is torch.float64
