@@ -88,9 +88,8 @@ def load_from_checkpoint(
         UnknownArgumentError: for one that it does not take.
         MissingExtraError: for YAML without PyYAML.
     """
-    check_weights_only(weights_only)
-    path, checkpoint, built = _built(kind, checkpoint_path, map_location, hparams_file, MODULE_KEYS, kwargs)
-    module: Any = built
+    path, checkpoint = _read(checkpoint_path, map_location, weights_only)
+    module: Any = _built(kind, checkpoint, path, hparams_file, MODULE_KEYS, kwargs)
     module.configure_model()
     module.on_load_checkpoint(checkpoint)
     weights = weights_in(checkpoint, path)
@@ -101,7 +100,8 @@ def load_from_checkpoint(
     tensors = (tensor for tensor in weights.values() if isinstance(tensor, Tensor))
     if (first := next(tensors, None)) is not None:
         module.to(first.device)
-    return built
+    loaded: T = module
+    return loaded
 
 
 def load_data_module_from_checkpoint(
@@ -116,9 +116,8 @@ def load_data_module_from_checkpoint(
 
     Arguments and errors are the same as in `TrainingModule.load_from_checkpoint`, without `strict`.
     """
-    check_weights_only(weights_only)
-    keys = DATA_MODULE_KEYS
-    path, checkpoint, datamodule = _built(kind, checkpoint_path, map_location, hparams_file, keys, kwargs)
+    path, checkpoint = _read(checkpoint_path, map_location, weights_only)
+    datamodule = _built(kind, checkpoint, path, hparams_file, DATA_MODULE_KEYS, kwargs)
     load_data_module_state(datamodule, checkpoint, path)
     return datamodule
 
@@ -131,19 +130,29 @@ def load_data_module_state(datamodule: Any, checkpoint: Mapping[str, Any], path:
             datamodule.load_state_dict(checkpoint[key])
 
 
+def _read(path: Any, map_location: Any, weights_only: bool | None) -> tuple[str, dict[str, Any]]:
+    """Return the path, and the checkpoint there."""
+    check_is_a("checkpoint_path", path, (str, os.PathLike), "a path")
+    check_weights_only(weights_only)
+    found, where = os.fspath(path), _where_saved if map_location is None else map_location
+    return found, TorchCheckpointIO().load_checkpoint(found, map_location=where)
+
+
 def _built(
-    kind: type[T], given_path: Any, map_location: Any, hparams_file: Any, keys: tuple[str, str], given: Any
-) -> tuple[str, dict[str, Any], T]:
-    """Return a checkpoint's path, the checkpoint, and an object made of its hyperparameters and `given`."""
-    check_is_a("checkpoint_path", given_path, (str, os.PathLike), "a path")
-    path, where = os.fspath(given_path), _where_saved if map_location is None else map_location
-    checkpoint = TorchCheckpointIO().load_checkpoint(path, map_location=where)
+    kind: type[T],
+    checkpoint: Mapping[str, Any],
+    path: str,
+    hparams_file: str | os.PathLike[str] | None,
+    keys: tuple[str, str],
+    given: Mapping[str, Any],
+) -> T:
+    """Call the constructor with the hyperparameters of a checkpoint, or of a file, and the given ones."""
     values, container = keys
     saved = checkpoint.get(values, {}) if hparams_file is None else read_file(hparams_file)
     with restored_from(path, "hyperparameters"):
         saved = dict(vars(saved) if isinstance(saved, Namespace) else saved)
         arguments = _arguments(kind, saved, checkpoint.get(container), given)
-    return path, checkpoint, kind(**arguments)
+    return kind(**arguments)
 
 
 def _where_saved(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
