@@ -43,7 +43,8 @@ class LoaderShard:
     def __init__(self, loader: Any, num_batches: float) -> None:
         self.loader = loader
         self.num_batches = num_batches
-        self._taken: deque[DescribedBatch] = deque()  # batches of an evaluation, until their size is taken
+        # The sizes and indices of an evaluation's batches, until they are taken.
+        self._taken: deque[tuple[int | None, list[Any] | None]] = deque()
         self.batch_indices: list[Any] | None = None  # of the batch whose size was taken last, if known
         self.stream: BatchStream | None = None  # of training, if the loader has batches of indices
         self.sampler: ShardedSampler | None = None  # in training, which splits the loader, if one does
@@ -58,13 +59,16 @@ class LoaderShard:
 
     def __iter__(self) -> Iterator[Any]:
         self._taken.clear()
-        for described in first_of(self.num_batches, self._described()) if self.num_batches else ():
-            self._taken.append(described)
-            yield described[0]
+        return map(self._batch_of, first_of(self.num_batches, self._described()) if self.num_batches else ())
+
+    def _batch_of(self, described: DescribedBatch) -> Any:
+        batch, size, indices = described
+        self._taken.append((size, indices))
+        return batch
 
     def take_size(self) -> int | None:
         """Return the number of samples in the batch that follows the last one asked for; None if unknown."""
-        _, size, self.batch_indices = self._taken.popleft()
+        size, self.batch_indices = self._taken.popleft()
         return size
 
     def set_epoch(self, epoch: int) -> None:
