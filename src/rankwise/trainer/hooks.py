@@ -315,7 +315,9 @@ class Hooks:
 
         `before_monitoring` runs before the monitoring callbacks and publishes the metrics that they read.
         """
-        calls = self._find(name)
+        calls = self._calls.get(name) if self.trainer.callbacks == self._callbacks else None
+        if calls is None:  # a call less in each step
+            calls = self._find(name)
         for call in calls.first:
             call(*args)
         returned: object = None if calls.own is None else calls.own(*args)
