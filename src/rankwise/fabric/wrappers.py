@@ -78,8 +78,7 @@ class FabricModule(nn.Module):
 
     @training.setter
     def training(self, mode: bool) -> None:
-        if "module" in self.__dict__:
-            self.module.training = mode
+        """Do nothing: only nn.Module's constructor sets it here; `__setattr__` sets the user's module's."""
 
     def train(self, mode: bool = True) -> Self:
         """Set training or evaluation mode of the module and its wrapper."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rankwise.checks import accepts, check_keywords, check_value, keywords_of
+from rankwise.checks import accepts, check_keywords, check_value
 from rankwise.errors import ConfigurationError, InvalidTypeError, MissingExtraError, UnknownNameError
 from rankwise.gradient_sync.parameters import parameters_of
 from rankwise.named_options import NameTable, package_of
@@ -54,8 +54,10 @@ class NamedHook(NamedTuple):
 
     def check_options(self, name: str, options: Mapping[str, Any]) -> None:
         """Raise for options that `make_state` does not take, or `check` refuses."""
-        known = [] if self.make_state is None else keywords_of(self.make_state, options)[1:]
-        check_keywords(f"comm_hook {name!r}", options, known)
+        parameters = {} if self.make_state is None else inspect.signature(self.make_state).parameters
+        known = tuple(parameters)[1:]
+        if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            check_keywords(f"comm_hook {name!r}", options, known)
         if self.check is not None:
             self.check(**options)
 
