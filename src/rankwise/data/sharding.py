@@ -75,10 +75,8 @@ def shard_for_evaluation(loader: Loader, num_replicas: int, rank: int, *, seed: 
     sampler = _split_sampler_of(loader) if is_shardable(loader) else None
     if isinstance(sampler, DistributedSampler) and _is_split_for(loader, num_replicas, rank):
         return _without_padding(loader, sampler)
-    batches = loader.batch_sampler if sampler is None and is_shardable(loader) else None
-    if type(batches) is BatchSampler and batches.drop_last and not math.isinf(length_of(batches.sampler)):
-        whole = LimitedSampler(batches.sampler, len(batches) * batches.batch_size)
-        loader = _resampled(loader, whole, drop_last=False)
+    if sampler is None and is_shardable(loader) and type(loader.batch_sampler) is BatchSampler:
+        loader = _without_last_batch(loader, loader.batch_sampler)
     return shard_for_training(loader, num_replicas, rank, seed=seed, uneven="keep")
 
 
@@ -114,6 +112,14 @@ def _without_padding(loader: Loader, sampler: Any) -> Loader:
         )
     count = len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))
     return _resampled(loader, LimitedSampler(sampler, count))
+
+
+def _without_last_batch(loader: Loader, batches: BatchSampler) -> Loader:
+    """Return a loader of the samples in whole batches that does not drop its last batch."""
+    if not batches.drop_last or math.isinf(length_of(batches.sampler)):
+        return loader
+    whole = LimitedSampler(batches.sampler, len(batches) * batches.batch_size)
+    return _resampled(loader, whole, drop_last=False)
 
 
 def in_dataset_order(loader: Loader) -> Loader:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, final
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -63,6 +63,7 @@ def _option(
     return field(metadata={"check": checked, "is_optional": is_optional, "default": default})
 
 
+@final
 @dataclass
 class TrainerOptions:
     """The plain options of a Trainer, which documents them. Every assignment is checked."""

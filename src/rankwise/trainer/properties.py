@@ -6,7 +6,8 @@ import contextlib
 import math
 import operator
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,13 +64,7 @@ def _all(kind: type[Callback]) -> Any:
     return property(lambda trainer: [item for item in trainer.callbacks if isinstance(item, kind)])
 
 
-if TYPE_CHECKING:
-    _Options = TrainerOptions  # each option is a property of the same name and type
-else:
-    _Options = object
-
-
-class TrainerProperties(_Options):
+class TrainerProperties:
     """The properties of a `Trainer`: most forward to one of its parts, which alone holds the value."""
 
     strategy: Strategy
@@ -81,8 +76,33 @@ class TrainerProperties(_Options):
     _optimizers: OptimizerSet
     _module: TrainingModule | None
 
-    vars().update({name: _forwarded(f"options.{name}") for name in TrainerOptions.__dataclass_fields__})
+    max_epochs: int | None = _forwarded("options.max_epochs")
+    max_steps: int = _forwarded("options.max_steps")
+    min_epochs: int = _forwarded("options.min_epochs")
+    min_steps: int = _forwarded("options.min_steps")
+    limit_train_batches: int | float = _forwarded("options.limit_train_batches")
+    limit_val_batches: int | float = _forwarded("options.limit_val_batches")
+    limit_test_batches: int | float = _forwarded("options.limit_test_batches")
+    limit_predict_batches: int | float = _forwarded("options.limit_predict_batches")
+    num_sanity_val_steps: int = _forwarded("options.num_sanity_val_steps")
+    val_check_interval: int | float | timedelta = _forwarded("options.val_check_interval")
+    check_val_every_n_epoch: int | None = _forwarded("options.check_val_every_n_epoch")
     overfit_batches: int | float = read_only("options.overfit_batches")
+    accumulate_grad_batches: int = _forwarded("options.accumulate_grad_batches")
+    gradient_clip_val: float = _forwarded("options.gradient_clip_val")
+    gradient_clip_algorithm: str = _forwarded("options.gradient_clip_algorithm")
+    on_nonfinite: str | None = _forwarded("options.on_nonfinite")
+    deterministic: bool | str = _forwarded("options.deterministic")
+    benchmark: bool | None = _forwarded("options.benchmark")
+    detect_anomaly: bool = _forwarded("options.detect_anomaly")
+    inference_mode: bool = _forwarded("options.inference_mode")
+    use_distributed_sampler: bool = _forwarded("options.use_distributed_sampler")
+    reload_dataloaders_every_n_epochs: int = _forwarded("options.reload_dataloaders_every_n_epochs")
+    uneven_inputs: str = _forwarded("options.uneven_inputs")
+    log_every_n_steps: int = _forwarded("options.log_every_n_steps")
+    check_ranks_every_n_steps: int | None = _forwarded("options.check_ranks_every_n_steps")
+    default_root_dir: str = _forwarded("options.default_root_dir")
+    enable_autolog_hparams: bool = _forwarded("options.enable_autolog_hparams")
     fast_dev_run: int = read_only("options.fast_dev_run")
     barebones: bool = read_only("options.barebones")
     sync_batchnorm: bool = read_only("strategy.sync_batchnorm")

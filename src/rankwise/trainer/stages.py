@@ -195,9 +195,11 @@ class Stage:
         loop = EvaluationLoop(context, shards, phase)
         if phase != "predict":
             return loop.run()
-        if self.keeps_outputs and self.gather is not None:
+        if not self.keeps_outputs:
+            return loop.predict_only()
+        if self.gather is not None:
             check_can_be_gathered(shards, strategy.world_size)
-        return loop.predict(self.gather, keeps_outputs=self.keeps_outputs)
+        return loop.predict(self.gather)
 
     def _fit(self, context: LoopContext) -> None:
         strategy, module = context.strategy, context.module

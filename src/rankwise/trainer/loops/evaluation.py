@@ -111,8 +111,8 @@ class EvaluationLoop:
             for loader in range(len(self.shares))
         ]
 
-    def predict(self, gather: Gather, *, keeps_outputs: bool = True) -> list[Any]:
-        """Predict this rank's batches; return the outputs, batch by batch, in dataset order; [] if not kept.
+    def predict(self, gather: Gather) -> list[Any]:
+        """Predict this rank's batches; return the outputs, batch by batch, in dataset order.
 
         Collective: every rank must call this. The ranks of `gather` get all ranks' outputs; with several
         loaders, a list for each.
@@ -122,16 +122,24 @@ class EvaluationLoop:
         with self._running(None):
             for dataloader_idx, batch_idx, batch in self._batches(results):
                 output = self._run_batch(results, batch, batch_idx, dataloader_idx)
-                if keeps_outputs:
-                    output = strategy.precision.convert_output(output)
-                    own[dataloader_idx].append(to_device(output, "cpu"))
-            by_rank = _gathered(strategy, own, gather if keeps_outputs else None)
+                output = strategy.precision.convert_output(output)
+                own[dataloader_idx].append(to_device(output, "cpu"))
+            by_rank = _gathered(strategy, own, gather)
             predictions = [interleaved(list(lists)) for lists in zip(*by_rank, strict=True)]
             self._hook("epoch_end")
         outputs = [output for of_loader in own for output in of_loader]
         if outputs and strategy.is_global_zero and all(output is None for output in outputs):
             warn(f"{type(self._context.module).__name__}.predict_step() returned None for every batch.")
-        return predictions[0] if len(predictions) == 1 or not keeps_outputs else predictions
+        return predictions[0] if len(predictions) == 1 else predictions
+
+    def predict_only(self) -> list[Any]:
+        """Predict this rank's batches and keep no outputs; return []."""
+        results = self._new_results()
+        with self._running(None):
+            for dataloader_idx, batch_idx, batch in self._batches(results):
+                self._run_batch(results, batch, batch_idx, dataloader_idx)
+            self._hook("epoch_end")
+        return []
 
     @contextmanager
     def _running(self, results: Results | None) -> Iterator[None]:
