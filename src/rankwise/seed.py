@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import hashlib
 import logging
 import operator
@@ -160,28 +159,11 @@ def seed_of(generator: Any) -> int:
     return copied.getrandbits(63) if is_python else int.from_bytes(copied.bytes(7), "big")
 
 
-@contextlib.contextmanager
-def _collections_paused() -> Iterator[None]:
-    """Collect no garbage in the block.
-
-    torch locks a generator while it makes the tensor of its state. A collection then may wait for another
-    thread of the program, which waits for the generator: torch.manual_seed does not let other threads run
-    meanwhile.
-    """
-    is_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if is_enabled:
-            gc.enable()
-
-
 def _reseeded(generator: Any, seed: int) -> Callable[[], object]:
     """Seed a generator; return a function that restores its state."""
     restore: Callable[[], object]
     if isinstance(generator, torch.Generator):
-        with _collections_paused():
+        with start.collections_paused():  # as in get_random_state
             restore = partial(generator.set_state, generator.get_state())
         generator.manual_seed(seed)
     elif isinstance(generator, random.Random):
@@ -210,7 +192,9 @@ def get_random_state(device: torch.device) -> dict[str, Any]:
 
 def _state_without_numpy(device: torch.device) -> dict[str, Any]:
     state: dict[str, Any] = {"python": random.getstate()}
-    with _collections_paused():
+    # torch locks a generator while it makes the tensor. A collection then may wait for another thread of the
+    # program, which waits for the generator: torch.manual_seed does not let other threads run meanwhile.
+    with start.collections_paused():
         state["torch"] = torch.default_generator.get_state()
         if device.type == "cuda":
             state["cuda"] = torch.cuda.get_rng_state(device)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -23,6 +25,18 @@ JOB_KEY = "RANKWISE_JOB_KEY"
 main_random_state: Callable[[], Any] | None = None
 
 
+@contextmanager
+def collections_paused() -> Iterator[None]:
+    """Collect no garbage in the block: each collection of an import would walk all of torch's objects."""
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
+
+
 def lazy_names(package: str, names_by_module: Mapping[str, str]) -> Callable[[str], Any]:
     """Return the `__getattr__` of a package that imports a name from its module on first use, and keeps it.
 
@@ -34,7 +48,8 @@ def lazy_names(package: str, names_by_module: Mapping[str, str]) -> Callable[[st
     def import_name(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = import_module(homes[name])
+        with collections_paused():
+            module = import_module(homes[name])
         value = module if homes[name] == f"{package}.{name}" else getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value

@@ -48,6 +48,37 @@ def test_pools_that_are_left_open_end_with_their_rank(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("done_*"))) == 5
 
 
+IN_A_CYCLE = """
+    import atexit, gc, sys
+
+    class Log:
+        def __init__(self, name):
+            self.itself, self.file = self, open(name, "w")
+
+    atexit.register(lambda: Log(f"{sys.argv[2]}-frozen-{gc.get_freeze_count() > 0}").file.close())
+    from rankwise import Trainer
+
+    def leave(strategy):
+        global log
+        log = Log(f"{sys.argv[2]}-{strategy.global_rank}")
+        log.file.write("written")
+
+    if __name__ == "__main__":
+        Trainer(strategy=sys.argv[1], accelerator="cpu", devices=2).strategy.launch(leave)
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+def test_a_file_in_a_reference_cycle_is_flushed(
+    strategy: str, run_script: ScriptRunner, tmp_path: Path
+) -> None:
+    """Only a collection would close it, and a worker ends without its last ones, unlike the main process."""
+    result = run_script(IN_A_CYCLE, strategy, str(tmp_path / "log"), fresh=True)  # a fork has frozen objects
+    assert (result.returncode, result.stderr) == (0, ""), result
+    expected = {"log-0": "written", "log-1": "written", "log-frozen-True": "", "log-frozen-False": ""}
+    assert {path.name: path.read_text() for path in tmp_path.glob("log*")} == expected
+
+
 def test_a_rank_that_does_not_leave(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

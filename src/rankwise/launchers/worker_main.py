@@ -26,7 +26,7 @@ from rankwise.launchers.script_place import RunningScript
 from rankwise.monitoring.heartbeat import LEAVING, report_phase, write_heartbeat_to
 from rankwise.monitoring.stacks import write_stacks_on_signal
 from rankwise.processes import parent_death
-from rankwise.processes.exit_codes import call_at_exit, exit_now
+from rankwise.processes.exit_codes import call_at_exit, exit_now, skip_last_collections
 from rankwise.processes.signals import StoppedBySignal, ignore_interrupts_in_workers
 from rankwise.processes.started_process import is_suspended
 from rankwise.ranks import RankInfo
@@ -72,6 +72,7 @@ def bind_to_main_process() -> None:
 def open_channel(sock: socket.socket, heartbeat: int) -> RankChannel:
     """Connect this process to its supervisor: it ends when the launching process does."""
     bind_to_main_process()
+    call_at_exit(skip_last_collections)
     write_heartbeat_to(heartbeat)
     write_stacks_on_signal()
     channel = RankChannel(sock, on_lost=partial(exit_now, 1))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
+import io
 import os
 import signal
 import sys
@@ -61,6 +63,21 @@ def exit_now(code: int) -> NoReturn:
     else:  # the main thread may be blocked in a write, and flushing waits for that
         call_with_limit(_flush_streams, _STDERR_TIMEOUT_S)
     os._exit(code)
+
+
+def skip_last_collections() -> None:
+    """Let this process, a worker, exit without the garbage collections with which Python ends: 0.6 s.
+
+    They would walk all of torch's objects several times. What is garbage now is collected, and open files are
+    flushed. An object in a reference cycle that is still in use is not finalized, as in a process that
+    multiprocessing forks.
+    """
+    gc.collect()
+    for each in gc.get_objects():
+        if issubclass(type(each), io.IOBase):
+            with suppress(Exception):  # closed, or the user's own code
+                each.flush()
+    gc.freeze()
 
 
 def _flush_streams() -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
+from rankwise.start import collections_paused
+
 # Sockets, selectors and files: closing one twice does nothing.
 _closed_in_child: WeakSet[Any] = WeakSet()
 
@@ -104,7 +106,8 @@ def import_dynamo() -> None:
     import_functional()
     is_set, is_new = SET_BY_DYNAMO in os.environ, "torch._dynamo" not in sys.modules
     before = set(Path(tempfile.gettempdir()).glob("torchinductor_*")) if is_new else set()
-    import torch._dynamo  # noqa: F401 -- the effect is wanted
+    with collections_paused():
+        import torch._dynamo  # noqa: F401 -- the effect is wanted
 
     folder = None if is_set else os.environ.pop(SET_BY_DYNAMO, None)
     if is_new and folder is not None and Path(folder) not in before:
