@@ -159,13 +159,18 @@ def check_overrides(owner: object, refused: Mapping[str, str] = _NO_REMEDIES) ->
 def refuse_methods(owner: object, refused: Mapping[str, str]) -> None:
     """Raise for methods that rankwise never calls; `refused` has remedies by name. None is not a method."""
     for name, remedy in refused.items():
-        found = getattr(type(owner), name, None)
-        if callable(found) or isinstance(found, property) or callable(vars(owner).get(name)):
+        if has_method(owner, name):
             raise ConfigurationError(
                 message=f"{type(owner).__name__}.{name}() would never be called.",
                 facts="rankwise calls no method of this name.",
                 remedy=f"{remedy} A method that only your code calls needs another name.",
             )
+
+
+def has_method(owner: object, name: str) -> bool:
+    """Return whether an object has a method, or a property, of a name."""
+    found = getattr(type(owner), name, None)
+    return callable(found) or isinstance(found, property) or callable(vars(owner).get(name))
 
 
 def check_arguments(

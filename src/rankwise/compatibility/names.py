@@ -278,6 +278,11 @@ _HOOKS: Mapping[str, Mapping[str, str]] = {
 MISSING_HOOKS: Mapping[str, Mapping[str, str]] = _by_kind(_HOOKS)
 """Methods of Lightning's classes (1.x and 2.x) that rankwise never calls, by the kind of class."""
 
+NOT_IGNORED = frozenset(
+    ("configure_sharded_model", "training_epoch_end", "validation_epoch_end", "test_epoch_end")
+)
+"""Those that Lightning 2 calls or refuses. It ignores the others: programs may use these names themselves."""
+
 _MAKE_BAR = "make_bar(self, title, total, leave), which returns the bar."
 _STOP = "trainer.should_stop = True in a hook of a Callback."
 _CHECKPOINT_IO = "save_checkpoint and remove_checkpoint of a CheckpointIO: Trainer(plugins=[...])."

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rankwise import checks
 from rankwise.callbacks import Callback, MonitoringCallback
-from rankwise.compatibility.names import CALLBACK_METHODS, MISSING_HOOKS, SETTINGS
+from rankwise.compatibility.names import CALLBACK_METHODS, MISSING_HOOKS, NOT_IGNORED, SETTINGS
 from rankwise.errors import ConfigurationError
 from rankwise.loggers import Logger
 from rankwise.ranks import warn
@@ -194,7 +194,7 @@ def _check_submodules(module: TrainingModule) -> None:
 
 def _check_methods(owner: object, kind: Owner, base: type) -> list[Hook]:
     """Raise ConfigurationError for methods that cannot be called; return the hooks that `owner` defines."""
-    checks.refuse_methods(owner, REFUSED[kind])
+    _refuse_uncalled(owner, REFUSED[kind])
     _warn_of_misspelt(owner, kind)
     defined = [_BY_NAME[name] for name in _NAMES[kind] if is_own(owner, base, name)]
     first = ["trainer", "module"] if kind == "callback" else []
@@ -211,6 +211,15 @@ def _check_methods(owner: object, kind: Owner, base: type) -> list[Hook]:
             )
         checks.check_arguments(owner, hook.name, [*first, *hook.names], len(first) + hook.num_required)
     return defined
+
+
+def _refuse_uncalled(owner: object, refused: Mapping[str, str]) -> None:
+    """Raise ConfigurationError for a method that no stage calls; warn where Lightning's classes ignore it."""
+    if any(map(checks.is_lightnings_own, type(owner).__mro__)):
+        for name in filter(partial(checks.has_method, owner), refused.keys() - NOT_IGNORED):
+            warn(f"{type(owner).__name__}.{name}() is not a hook: no stage calls it, as in Lightning.")
+        refused = {name: refused[name] for name in refused.keys() & NOT_IGNORED}
+    checks.refuse_methods(owner, refused)
 
 
 def _warn_of_misspelt(owner: object, kind: Owner) -> None:
