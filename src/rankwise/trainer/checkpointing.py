@@ -205,16 +205,21 @@ def newest_first(changed_at: Mapping[str, float]) -> list[str]:
 
 
 def check_hyper_parameters(context: LoopContext, datamodule: DataModule | None) -> None:
-    """Refuse hyper parameters that checkpoints, if any, cannot hold, unless a hook may change them."""
+    """Warn of hyperparameters that checkpoints leave out; refuse others that these cannot hold.
+
+    None are refused where a hook may change the checkpoints.
+    """
     saving = [each for each in context.trainer.checkpoint_callbacks if each.save_top_k or each.save_last]
     changes_checkpoints = is_defined(context.module, "on_save_checkpoint") or any(
         is_own(callback, Callback, "on_save_checkpoint") for callback in context.callbacks
     )
     given = [each for each in (context.module, datamodule) if each is not None]
     owners = [each for each in given if each._hyperparameters is not None]
-    for owner in owners if saving and not changes_checkpoints else ():
+    for owner in owners if saving else ():
         if left_out := hyperparameters.left_out_of_checkpoints(owner):
             _warn_of_left_out(type(owner).__name__, left_out)
+        if changes_checkpoints:
+            continue
         folder = saving[0].dirpath or context.options.default_root_dir
         with as_checkpoint_error(folder):
             part = _plain(hyperparameters.checkpointed_parts(owner))

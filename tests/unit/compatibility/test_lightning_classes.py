@@ -104,7 +104,7 @@ def test_copied_while_lent(tmp_path: Path, make: Callable[..., Any]) -> None:
 
 def test_hyperparameters(tmp_path: Path, make: Callable[..., Any]) -> None:
     """Those that Lightning has saved are in checkpoints, but for what these cannot hold: that is said."""
-    module = make()
+    module = make(on_save_checkpoint=lambda self, checkpoint: None)
     with pytest.warns(UserWarning, match=r"will not have the hyperparameters loss"):
         made = fit(tmp_path, module, enable_checkpointing=True)
     path = made.checkpoint_callback.best_model_path
@@ -150,6 +150,12 @@ def test_callbacks(tmp_path: Path, pl: Any, make: Callable[..., Any]) -> None:
     made = fit(tmp_path, module, callbacks=[Note(), pl.Callback()])
     assert seen == ["Own", "Own"]
     assert {"Note", "Other", "Callback"} <= {type(each).__name__ for each in made.callbacks}
+
+
+def test_hooks_that_lightning_ignores(tmp_path: Path, make: Callable[..., Any]) -> None:
+    """A method with the name of a hook of Lightning 1.x may be the module's own: there is a warning."""
+    with pytest.warns(UserWarning, match=r"Own\.on_epoch_end\(\) is not a hook"):
+        fit(tmp_path, make(on_epoch_end=lambda self, outputs: None))
 
 
 @pytest.mark.parametrize("name", ["training_epoch_end", "configure_sharded_model"])
