@@ -8,6 +8,7 @@ import dataclasses
 from collections import UserString, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cached_property
+from itertools import repeat
 from operator import methodcaller
 from typing import Any, TypeVar
 
@@ -52,8 +53,8 @@ def map_nested(
     if isinstance(value, kinds):  # as most batches are: a tensor, or a list of some
         return function(value)
     kind: Any = type(value)
-    if (kind is tuple or kind is list) and all(isinstance(item, kinds) for item in value):
-        return kind([function(item) for item in value])
+    if (kind is tuple or kind is list) and all(map(isinstance, value, repeat(kinds))):
+        return kind(map(function, value))
     leaf = (lambda item: item) if other is None else other
 
     def mapped(item: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from rankwise.monitoring.heartbeat import blocked_in
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+_backward_hooks = attrgetter("_backward_hooks")
 _BUCKET_BYTES = 250 * 2**20  # what DDP takes for the same broadcast
 ParametersOf = Callable[["Optimizer"], Iterable[Tensor]]
 """Returns the model's parameters that an optimizer updates, directly or as copies."""
@@ -128,7 +130,7 @@ def _has_accumulate_hooks(parameter: Tensor, strategy: object) -> bool:
 
 def hooked_parameters(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the parameters with tensor hooks, which get the gradients of this rank's batch."""
-    return [parameter for parameter in parameters if parameter._backward_hooks]
+    return list(filter(_backward_hooks, parameters))
 
 
 def sparse_layers(module: nn.Module) -> list[str]:

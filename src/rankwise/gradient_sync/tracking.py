@@ -254,7 +254,7 @@ class TrainedSet:
     def _is_updated_alike(self, optimizers: Iterable[Optimizer]) -> bool:
         for optimizer in optimizers:
             known = self._updated.get(optimizer, (_END,))
-            if not all(map(is_, chain(_updated_by(optimizer), (_END,)), known)):
+            if not all(map(is_, chain(*map(_params, optimizer.param_groups), (_END,)), known)):
                 return False
         return True
 
@@ -316,7 +316,7 @@ class TrainedSet:
     def _read_optimizer(
         self, optimizer: Optimizer, parameters_of: ParametersOf, elsewhere: Container[int]
     ) -> None:
-        self._updated[optimizer] = [*_updated_by(optimizer), _END]
+        self._updated[optimizer] = [*chain(*map(_params, optimizer.param_groups)), _END]
         if optimizer not in self._labels:
             self._labels[optimizer] = f" of optimizer {self._num_optimizers}"
             self._num_optimizers += 1
@@ -332,7 +332,3 @@ class TrainedSet:
             f"parameter {name!r}": described(parameter, flag) + _APART * (id(parameter) in self.apart)
             for name, parameter, flag in zip(*self._read, strict=True)
         } | {f"buffer {name!r}": "registered" for name in self.buffers}
-
-
-def _updated_by(optimizer: Optimizer) -> Iterable[Tensor]:
-    return chain.from_iterable(map(_params, optimizer.param_groups))

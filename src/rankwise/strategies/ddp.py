@@ -54,6 +54,7 @@ from rankwise.strategies.placement import (
 )
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+_NOTHING = nullcontext()
 _OF_ONE_PROCESS = ("accelerator", "devices", "num_nodes", "cluster_environment", "precision", "checkpoint_io")
 
 
@@ -288,7 +289,7 @@ class DDPStrategy(Strategy):
             InvalidTypeError: when enabled, and the module is not what `setup_module` returned.
         """
         if not enabled or (self._job is not None and module in self._job.modules.plain):
-            return nullcontext()
+            return _NOTHING
         if isinstance(module, DistributedDataParallel):
             return module.no_sync()
         expected = "the module that setup_module() returned, which DDP has wrapped"
@@ -441,7 +442,7 @@ class AutoStrategy(DDPStrategy):
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
         """Return a context in which backward passes average nothing; with one rank they never do."""
-        return super().no_backward_sync(module, enabled) if self.world_size > 1 else nullcontext()
+        return super().no_backward_sync(module, enabled) if self.world_size > 1 else _NOTHING
 
 
 @final

@@ -200,4 +200,5 @@ def forward_redirect(wrapper: nn.Module, module: nn.Module, method: str, /, *arg
     try:
         return wrapper(*args, **kwargs)
     finally:
-        restore()
+        if own.get("forward") is run:  # it was not called
+            restore()

@@ -269,7 +269,8 @@ class FitLoop:
     def _publish_step(self) -> None:
         is_logged = self._progress.counted_steps % self._settings.log_every_n_steps == 0
         values = self._results.step_values(self._strategy, is_checked=is_logged)
-        self._context.publish(values, self._results.latest_steps.values() if is_logged else ())
+        if values or is_logged:
+            self._context.publish(values, self._results.latest_steps.values() if is_logged else ())
         if self._optimization.has_stepped:
             self._step_schedulers("step", needs_metric=True)
 

@@ -39,7 +39,7 @@ _Groups = list[list[Any]]
 """For each group the names of its parameters; a parameter that is not in the module is there itself."""
 
 _METHOD = "configure_optimizers()"
-_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_NOTHING = nullcontext()
 _WITH_FUNCTIONS = (ChainedScheduler, LambdaLR, MultiplicativeLR, SequentialLR)  # of the user's
 _KEYS = ("optimizer", "lr_scheduler", "monitor")
 _REMEDIES = {"frequency": "leave it out: automatic optimisation has one optimizer, which steps each time."}
@@ -346,10 +346,10 @@ def needs_closure(optimizer: Optimizer) -> bool:
 def shared_numbers(random: RandomStreams, stepped: object, name: str) -> AbstractContextManager[None]:
     """Return the block of a step of an optimizer or scheduler; torch's own draw no random numbers."""
     is_torch_own = type(stepped).__module__.startswith("torch.optim.")
-    calls_functions = isinstance(stepped, _WITH_FUNCTIONS) or any(
-        getattr(stepped, hooks, None) for hooks in _STEP_HOOKS
-    )
-    return nullcontext() if is_torch_own and not calls_functions else random.shared(name)
+    before, after = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+    has_hooks = getattr(stepped, before, None) or getattr(stepped, after, None)
+    draws_nothing = is_torch_own and not has_hooks and not isinstance(stepped, _WITH_FUNCTIONS)
+    return _NOTHING if draws_nothing else random.shared(name)
 
 
 # ------------------------------------------------------------------ the parameters of each group

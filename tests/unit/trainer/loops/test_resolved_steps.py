@@ -14,7 +14,7 @@ from rankwise.callbacks import LambdaCallback
 from rankwise.strategies import SingleDeviceStrategy
 from tests.unit.trainer.helpers import Line, fitted, loader, trainer
 
-CALLS = 92  # of rankwise's functions, for a step of one process that logs nothing
+CALLS = 86  # of rankwise's functions, for a step of one process that logs nothing
 
 
 class Silent(Line):
