@@ -58,6 +58,13 @@ def test_every_ddp_name_is_registered(pl: Any) -> None:
         assert {name for name in registry if name.startswith("rankwise_")} == expected
 
 
+def test_the_other_package(strategy: Any) -> None:
+    """The Trainer of `pytorch_lightning` says which package has the strategies."""
+    other: Any = importlib.import_module("pytorch_lightning")
+    importlib.import_module("rankwise.integrations.lightning").register_strategies(strategy, strategy)
+    raises(ConfigurationError, "import lightning.pytorch", other.Trainer, strategy="rankwise_ddp_fork")
+
+
 def test_a_trainer_knows_its_ranks_before_a_launch(pl: Any) -> None:
     """Devices are the strategy's, samplers get their number; what Lightning does in a launch is refused."""
     made = trainer(pl, "rankwise_ddp_spawn_find_unused_parameters_true", devices=3)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from lightning.fabric.fabric import _do_nothing
 from lightning.fabric.plugins import ClusterEnvironment
@@ -228,13 +229,24 @@ def environment_given(environment: ClusterEnvironment) -> ClusterEnvironment | N
 
 def register_strategies(for_trainer: type, for_fabric: type) -> None:
     """Register each of rankwise's DDP strategies under its name after `rankwise_`; again is nothing."""
-    registries = (trainer_strategies.StrategyRegistry, for_trainer), (STRATEGY_REGISTRY, for_fabric)
+    registries: list[tuple[Any, Callable[..., Any]]]
+    registries = [(trainer_strategies.StrategyRegistry, for_trainer), (STRATEGY_REGISTRY, for_fabric)]
+    if (other := sys.modules.get("pytorch_lightning.strategies")) is not None:
+        registries.append((other.StrategyRegistry, _refuse_other_package))
     for name in StrategyRegistry.available_strategies():
         entry = StrategyRegistry.entry(name)
         if _can_start_ranks(entry.strategy):
             for registry, strategy in registries:
                 create, description = partial(strategy, name), f"rankwise: {entry.description}"
                 registry.register(f"rankwise_{name}", create, description, override=True)
+
+
+def _refuse_other_package(name: str) -> NoReturn:
+    raise ConfigurationError(
+        message=f'strategy="rankwise_{name}" does not work in the Trainer of pytorch_lightning.',
+        facts="that package has classes of its own; rankwise's strategies derive from those of lightning.",
+        remedy="import lightning.pytorch as pl.",
+    )
 
 
 def _can_start_ranks(strategy: type[Strategy]) -> bool:
