@@ -158,19 +158,23 @@ def check_overrides(owner: object, refused: Mapping[str, str] = _NO_REMEDIES) ->
 
 def refuse_methods(owner: object, refused: Mapping[str, str]) -> None:
     """Raise for methods that rankwise never calls; `refused` has remedies by name. None is not a method."""
-    for name, remedy in refused.items():
-        if has_method(owner, name):
-            raise ConfigurationError(
-                message=f"{type(owner).__name__}.{name}() would never be called.",
-                facts="rankwise calls no method of this name.",
-                remedy=f"{remedy} A method that only your code calls needs another name.",
-            )
+    for name in methods_among(refused, owner):
+        raise ConfigurationError(
+            message=f"{type(owner).__name__}.{name}() would never be called.",
+            facts="rankwise calls no method of this name.",
+            remedy=f"{refused[name]} A method that only your code calls needs another name.",
+        )
 
 
-def has_method(owner: object, name: str) -> bool:
-    """Return whether an object has a method, or a property, of a name."""
-    found = getattr(type(owner), name, None)
-    return callable(found) or isinstance(found, property) or callable(vars(owner).get(name))
+def methods_among(names: Iterable[str], owner: object) -> list[str]:
+    """Return those of some names that are methods, or properties, of an object."""
+    kind, own = type(owner), vars(owner)
+    found = [(name, getattr(kind, name, None)) for name in names]
+    return [
+        name
+        for name, each in found
+        if callable(each) or isinstance(each, property) or callable(own.get(name))
+    ]
 
 
 def check_arguments(

@@ -23,7 +23,7 @@ from rankwise.monitoring.heartbeat import HeartbeatReader, MonitoredRank
 from rankwise.monitoring.stacks import STACKS_SIGNAL, dump_stacks
 from rankwise.monitoring.stragglers import JobTimeLimit, LocalStragglerMonitor, StopTimeout, TeardownTimeout
 from rankwise.processes import fork_safety
-from rankwise.processes.event_loop import WRITE, EventLoop
+from rankwise.processes.event_loop import READ, WRITE, EventLoop
 from rankwise.processes.exit_codes import (
     LAST_LINES_TIMEOUT_S,
     exit_code_of,
@@ -437,10 +437,8 @@ class Supervisor:
     def _on_channel(self, worker: SupervisedRank, events: int) -> None:
         if events & WRITE:
             self._flush(worker, has_waited=True)
-        if events & ~WRITE:
-            self._read(worker)
-
-    def _read(self, worker: SupervisedRank) -> None:
+        if not events & ~WRITE:
+            return
         try:
             data = worker.sock.recv(_CHUNK)
         except BlockingIOError:
@@ -526,7 +524,7 @@ class Supervisor:
     def _on_process_end(self, worker: SupervisedRank, process: StartedProcess, events: int) -> None:
         self._loop.unregister(process)
         while worker.is_connected and worker.has_data():
-            self._read(worker)
+            self._on_channel(worker, READ)
         worker.exit_status = process.wait()
         worker.has_ended = True
         is_in_job = worker.jobs_done < self._job

@@ -415,7 +415,7 @@ class Description:
         shape = shape[: max(0, ndim)]
         # A rank that calls another collective may send anything.
         num_bytes = math.prod(shape) * self.dtype.itemsize if self.dtype else self.num_bytes
-        is_shape = min(shape, default=0) >= 0 and math.prod(size or 1 for size in shape) < _HIGHEST
+        is_shape = min(shape, default=0) >= 0 and math.prod(filter(None, shape)) < _HIGHEST
         if not (0 <= ndim <= _MAX_DIMENSIONS and is_shape and self.num_bytes == num_bytes >= 0):
             raise _no_message("the description of a tensor")
         self.shape = torch.Size(shape)

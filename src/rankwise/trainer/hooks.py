@@ -216,7 +216,7 @@ def _check_methods(owner: object, kind: Owner, base: type) -> list[Hook]:
 def _refuse_uncalled(owner: object, refused: Mapping[str, str]) -> None:
     """Raise ConfigurationError for a method that no stage calls; warn where Lightning's classes ignore it."""
     if any(map(checks.is_lightnings_own, type(owner).__mro__)):
-        for name in filter(partial(checks.has_method, owner), refused.keys() - NOT_IGNORED):
+        for name in checks.methods_among(refused.keys() - NOT_IGNORED, owner):
             warn(f"{type(owner).__name__}.{name}() is not a hook: no stage calls it, as in Lightning.")
         refused = {name: refused[name] for name in refused.keys() & NOT_IGNORED}
     checks.refuse_methods(owner, refused)
