@@ -216,9 +216,10 @@ def _check_methods(owner: object, kind: Owner, base: type) -> list[Hook]:
 def _refuse_uncalled(owner: object, refused: Mapping[str, str]) -> None:
     """Raise ConfigurationError for a method that no stage calls; warn where Lightning's classes ignore it."""
     if any(map(checks.is_lightnings_own, type(owner).__mro__)):
-        for name in checks.methods_among(refused.keys() - NOT_IGNORED, owner):
+        ignored = [name for name in refused if name not in NOT_IGNORED]
+        for name in checks.methods_among(ignored, owner):
             warn(f"{type(owner).__name__}.{name}() is not a hook: no stage calls it, as in Lightning.")
-        refused = {name: refused[name] for name in refused.keys() & NOT_IGNORED}
+        refused = {name: remedy for name, remedy in refused.items() if name in NOT_IGNORED}
     checks.refuse_methods(owner, refused)
 
 
